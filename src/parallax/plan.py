@@ -1,0 +1,162 @@
+"""Plans: frozen data that says which way each parameter goes, and why.
+
+A plan is made once by `planner.make_plan`, is equal on all ranks, and is applied many times.
+Nothing in this file computes or communicates.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+from collections.abc import Iterator
+from typing import Any
+
+
+class Use(enum.Flag):
+    """How a parameter was used in the observed steps, on any rank."""
+
+    NONE = 0
+    LOOKUP = enum.auto()
+    """Rows were picked by ids: `F.embedding`, `F.embedding_bag`, `weight[ids]`, `index_select`."""
+    DENSE = enum.auto()
+    """Anything else that needs every element: a product, a norm, a sum."""
+
+
+class Placement(str, enum.Enum):
+    """Where a parameter lives and how its gradient travels."""
+
+    ALLREDUCE = "allreduce"
+    """A copy on each rank; the whole gradient is reduced in buckets."""
+    GATHER = "gather"
+    """A copy on each rank; the touched rows of the gradient are gathered from all ranks."""
+    SHARDED = "sharded"
+    """Rows interleaved over owners; rows are pulled and row gradients pushed. Updated by its owner."""
+    LOCAL = "local"
+    """A copy on each rank; nothing travels (one worker, or a frozen parameter)."""
+    WATCHED = "watched"
+    """Not used yet: a copy on each rank until a step uses it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ParameterProfile:
+    """What was observed of one parameter; equal on all ranks.
+
+    `num_rows_touched` is the number of distinct rows that one worker looks up in one step, averaged
+    over the workers. `rowwise` says whether the optimizer's update of a row depends on that row alone.
+    `meta` marks a parameter that was built on the meta device and has never existed whole.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    itemsize: int
+    use: Use
+    num_rows_touched: float = 0.0
+    trainable: bool = True
+    rowwise: bool = True
+    meta: bool = False
+
+    @property
+    def num_rows(self) -> int:
+        return self.shape[0] if self.shape else 1
+
+    @property
+    def numel(self) -> int:
+        n = 1
+        for size in self.shape:
+            n *= size
+        return n
+
+    @property
+    def num_bytes(self) -> int:
+        return self.numel * self.itemsize
+
+    @property
+    def row_bytes(self) -> int:
+        return self.num_bytes // max(self.num_rows, 1)
+
+    @property
+    def alpha(self) -> float:
+        """Fraction of the rows that one worker touches in one step, between 0 and 1."""
+        if Use.DENSE in self.use:
+            return 1.0
+        return self.num_rows_touched / self.num_rows if self.num_rows else 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ParameterPlan:
+    """The decision for one parameter.
+
+    `owners` maps partition p (the rows r with r mod len(owners) == p) to the rank that holds it; it is
+    empty unless the placement is SHARDED. `bytes_per_step` is what one worker sends in one step, predicted
+    from alpha (`cost.bytes_per_step`).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    use: Use
+    alpha: float
+    placement: Placement
+    owners: tuple[int, ...] = ()
+    bytes_per_step: float = 0.0
+    reason: str
+
+    def __post_init__(self) -> None:
+        if bool(self.owners) != (self.placement is Placement.SHARDED):
+            raise ValueError(
+                f"plan of {self.name!r}: owners are given for placement 'sharded' and for no other, "
+                f"got placement {self.placement.value!r} with owners {self.owners}"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The decisions for a model: each parameter exactly once, in the model's order."""
+
+    world_size: int
+    architecture: str
+    parameters: tuple[ParameterPlan, ...]
+
+    def __post_init__(self) -> None:
+        names = [p.name for p in self.parameters]
+        twice = sorted({n for n in names if names.count(n) > 1}) if len(set(names)) < len(names) else []
+        if twice:
+            raise ValueError(f"a plan covers each parameter exactly once, but these occur twice: {twice}")
+
+    def __iter__(self) -> Iterator[ParameterPlan]:
+        return iter(self.parameters)
+
+    def __getitem__(self, name: str) -> ParameterPlan:
+        for p in self.parameters:
+            if p.name == name:
+                return p
+        raise KeyError(f"no parameter {name!r} in this plan; it has {[p.name for p in self.parameters]}")
+
+    def to_json(self) -> str:
+        def plain(value: Any) -> Any:
+            return value.value if isinstance(value, enum.Enum) else value
+
+        rows = [{k: plain(v) for k, v in vars(p).items()} for p in self.parameters]
+        return json.dumps({"world_size": self.world_size, "architecture": self.architecture, "parameters": rows})
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        data = json.loads(text)
+        rows = tuple(
+            ParameterPlan(
+                **{
+                    **row,
+                    "shape": tuple(row["shape"]),
+                    "owners": tuple(row["owners"]),
+                    "use": Use(row["use"]),
+                    "placement": Placement(row["placement"]),
+                }
+            )
+            for row in data["parameters"]
+        )
+        return Plan(world_size=data["world_size"], architecture=data["architecture"], parameters=rows)
+
+    def __str__(self) -> str:
+        from parallax.report import render_plan  # the face of a plan; imported late, the data needs no face
+
+        return render_plan(self)
