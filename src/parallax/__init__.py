@@ -1,0 +1,16 @@
+"""Data-parallel training of unmodified PyTorch models with sparse parameters."""
+
+from parallax.api import distribute as distribute
+from parallax.api import explain as explain
+from parallax.api import shutdown as shutdown
+from parallax.api import traffic as traffic
+from parallax.comm import ParallaxError as ParallaxError
+from parallax.comm import PeerError as PeerError
+from parallax.comm import rank as rank
+from parallax.comm import world_size as world_size
+from parallax.config import Config as Config
+from parallax.data import shard as shard
+from parallax.plan import Placement as Placement
+from parallax.plan import Plan as Plan
+from parallax.plan import Use as Use
+from parallax.runtime import Traffic as Traffic

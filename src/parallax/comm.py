@@ -1,0 +1,276 @@
+"""The only file that calls collectives.
+
+A run has three ways to talk, each on its own process group so that none waits for another: the messages of
+rounds (`exchange`, `swap`), the buckets of dense gradients (`all_reduce`), and the launcher's store, where a
+rank that fails leaves word. With one worker there is no process group and every call is a local copy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import itertools
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class ParallaxError(RuntimeError):
+    """An error of parallax itself: an unsupported use, or ranks that disagree."""
+
+
+class PeerError(ParallaxError):
+    """Another rank failed; that rank's own error is the one to read."""
+
+
+def rank() -> int:
+    """This worker's rank; 0 without a launcher."""
+    return dist.get_rank() if _initialized() else int(os.environ.get("RANK", "0"))
+
+
+def world_size() -> int:
+    """Number of workers; 1 without a launcher."""
+    return dist.get_world_size() if _initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _initialized() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+@dataclasses.dataclass
+class Sent:
+    """Bytes that this rank has sent, by purpose. An AllReduce counts as a ring: 2(N-1)/N of its buffer."""
+
+    headers: int = 0
+    tables: int = 0
+    dense: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Reduction:
+    """An AllReduce under way: the buffer it owns and the handle to wait for."""
+
+    buffer: torch.Tensor
+    work: dist.Work | None
+
+
+_runs = itertools.count()
+
+
+class Comm:
+    """The ways to talk of one run. All ranks make it together, in the same order as their other runs."""
+
+    def __init__(self, device: torch.device, timeout: float) -> None:
+        """
+        Args:
+            device: where buffers live: "cpu" talks over gloo, "cuda" over NCCL.
+            timeout: seconds to wait for a silent rank.
+        """
+        self.device = device
+        self.timeout = timeout
+        self.sent = Sent()
+        self.started_group = False
+        if world_size() > 1 and not _initialized():
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+            dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+            self.started_group = True
+        self.rank, self.world_size = rank(), world_size()
+        self.peers = [p for p in range(self.world_size) if p != self.rank]
+        self._failed_key = f"parallax/{next(_runs)}/failed"
+        self._sending: list[tuple[dist.Work, torch.Tensor]] = []
+        self._rounds: dist.ProcessGroup | None = None
+        self._buckets: dist.ProcessGroup | None = None
+        if self.world_size > 1:
+            limit = datetime.timedelta(seconds=timeout)
+            self._rounds = dist.new_group(timeout=limit)
+            self._buckets = dist.new_group(timeout=limit)
+        self._point_to_point = device.type == "cpu"
+
+    # -- at the start -------------------------------------------------------------------------------
+
+    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Overwrites `tensors` in place by rank 0's."""
+        if self.world_size == 1:
+            return
+        with self._watching("taking over rank 0's weights"):
+            works = [dist.broadcast(t, src=0, group=self._buckets, async_op=True) for t in tensors]
+            for work in works:
+                work.wait()
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Every rank's `value` (small, picklable), in rank order."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        with self._watching("agreeing with the other ranks"):
+            dist.all_gather_object(values, value, group=self._buckets)
+        return values
+
+    # -- dense buckets ------------------------------------------------------------------------------
+
+    def all_reduce(self, buffer: torch.Tensor) -> Reduction:
+        """Starts summing `buffer` over all ranks, in place."""
+        if self.world_size == 1:
+            return Reduction(buffer, None)
+        self.sent.dense += 2 * buffer.nbytes * (self.world_size - 1) // self.world_size
+        with self._watching("starting an AllReduce"):
+            return Reduction(buffer, dist.all_reduce(buffer, group=self._buckets, async_op=True))
+
+    def wait(self, reduction: Reduction) -> torch.Tensor:
+        if reduction.work is not None:
+            with self._watching("waiting for an AllReduce"):
+                reduction.work.wait()
+        return reduction.buffer
+
+    # -- rounds -------------------------------------------------------------------------------------
+
+    def exchange(
+        self,
+        headers: torch.Tensor,
+        bodies: Sequence[torch.Tensor],
+        body_size: Callable[[list[int]], int],
+    ) -> tuple[list[list[int]], list[torch.Tensor]]:
+        """Sends a header and a body to each rank and returns what each rank sent here, in rank order.
+
+        Header and body go out back to back; a body's receive is posted when its header is in.
+
+        Args:
+            headers: int64, shape (world size, header length); row r goes to rank r.
+            bodies: uint8, one per rank, of any size.
+            body_size: bytes of the body that follows a header.
+        """
+        for peer in self.peers:
+            self.sent.headers += headers[peer].nbytes
+            self.sent.tables += bodies[peer].nbytes
+        if self.world_size == 1:
+            return headers.tolist(), list(bodies)
+        if not self._point_to_point:
+            inbox = torch.empty_like(headers, device=self.device)
+            with self._watching("exchanging headers"):
+                dist.all_to_all_single(inbox, headers.to(self.device), group=self._rounds)
+            received = inbox.tolist()
+            return received, self.swap(bodies, [body_size(h) for h in received], count=False)
+        self._finish_sends()
+        received_headers = torch.empty_like(headers)
+        received_headers[self.rank] = headers[self.rank]
+        received_bodies = list(bodies)
+        waits = [(p, dist.irecv(received_headers[p], p, group=self._rounds, tag=0)) for p in self.peers]
+        for peer in self.peers:
+            self._send(headers[peer], peer, tag=0)
+            self._send(bodies[peer], peer, tag=1)
+        body_waits = []
+        for peer, work in waits:
+            with self._watching("waiting for a round", peer):
+                work.wait()
+            buffer = torch.empty(body_size(received_headers[peer].tolist()), dtype=torch.uint8)
+            received_bodies[peer] = buffer
+            if buffer.numel():
+                body_waits.append((peer, dist.irecv(buffer, peer, group=self._rounds, tag=1)))
+        for peer, work in body_waits:
+            with self._watching("waiting for a round's ids and gradients", peer):
+                work.wait()
+        return received_headers.tolist(), received_bodies
+
+    def swap(
+        self, outgoing: Sequence[torch.Tensor], sizes: Sequence[int], count: bool = True
+    ) -> list[torch.Tensor]:
+        """Sends `outgoing[r]` (uint8) to each rank r and returns the `sizes[r]` bytes that r sends here."""
+        if count:
+            self.sent.tables += sum(outgoing[p].nbytes for p in self.peers)
+        if self.world_size == 1:
+            return list(outgoing)
+        if not self._point_to_point:
+            inbox = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
+            with self._watching("exchanging rows"):
+                dist.all_to_all_single(
+                    inbox, torch.cat(list(outgoing)), list(sizes), [t.numel() for t in outgoing], self._rounds
+                )
+            return list(inbox.split(list(sizes)))
+        received = list(outgoing)
+        waits = []
+        for peer in self.peers:
+            received[peer] = torch.empty(sizes[peer], dtype=torch.uint8)
+            if sizes[peer]:
+                waits.append((peer, dist.irecv(received[peer], peer, group=self._rounds, tag=2)))
+        for peer in self.peers:
+            self._send(outgoing[peer], peer, tag=2)
+        for peer, work in waits:
+            with self._watching("waiting for rows", peer):
+                work.wait()
+        return received
+
+    def _send(self, tensor: torch.Tensor, peer: int, tag: int) -> None:
+        if tensor.numel():
+            with self._watching("sending a round", peer):
+                work = dist.isend(tensor, peer, group=self._rounds, tag=tag)
+            assert work is not None
+            self._sending.append((work, tensor))
+
+    def _finish_sends(self) -> None:
+        for work, _ in self._sending:
+            with self._watching("sending a round"):
+                work.wait()
+        self._sending.clear()
+
+    # -- failures -----------------------------------------------------------------------------------
+
+    def report_failure(self, error: BaseException) -> None:
+        """Leaves word of this rank's failure where the other ranks look when their own calls break."""
+        if self.world_size == 1:
+            return
+        word = json.dumps([self.rank, type(error).__name__, str(error)])
+        with contextlib.suppress(Exception):  # the store may be gone already; the first failure is the one to show
+            store = dist.distributed_c10d._get_default_store()
+            if not store.check([self._failed_key]):
+                store.set(self._failed_key, word)
+
+    def peer_error(self, otherwise: str, patience: float = 0.0) -> PeerError:
+        """The error to raise because another rank failed; waits up to `patience` seconds for its word."""
+        deadline = time.monotonic() + patience
+        while True:
+            with contextlib.suppress(Exception):
+                store = dist.distributed_c10d._get_default_store()
+                if store.check([self._failed_key]):
+                    failed, kind, text = json.loads(store.get(self._failed_key))
+                    return PeerError(f"rank {self.rank} stops because rank {failed} failed with {kind}: {text}")
+            if time.monotonic() >= deadline:
+                return PeerError(f"rank {self.rank} stops: {otherwise}")
+            time.sleep(0.05)
+
+    @contextlib.contextmanager
+    def _watching(self, doing: str, peer: int | None = None) -> Iterator[None]:
+        started = time.monotonic()
+        try:
+            yield
+        except RuntimeError as error:
+            if isinstance(error, ParallaxError):
+                raise
+            who = "another rank" if peer is None else f"rank {peer}"
+            waited = time.monotonic() - started
+            if waited >= self.timeout * 0.9:
+                raise self.peer_error(
+                    f"{who} has been silent for {waited:.0f} s (Config.timeout={self.timeout:g}) while this rank was "
+                    f"{doing}"
+                ) from error
+            raise self.peer_error(f"{who} is gone; this rank was {doing}", patience=2.0) from error
+
+    def close(self) -> None:
+        """Gives back the process groups that this object made."""
+        if self.world_size == 1:
+            return
+        with contextlib.suppress(RuntimeError):
+            self._finish_sends()
+        for group in (self._rounds, self._buckets):
+            with contextlib.suppress(Exception):
+                dist.destroy_process_group(group)
+        if self.started_group:
+            with contextlib.suppress(Exception):
+                dist.destroy_process_group()
+        self._rounds = self._buckets = None

@@ -1,0 +1,191 @@
+"""Dense parameters: gradients travel in buckets, by AllReduce, while backward is still running.
+
+A bucket is one flat buffer: the gradients of its parameters, then for each parameter whether this rank had a
+gradient, then the weight of this rank in the mean, then whether it is out of data; for a parameter with COO
+gradients also which rows have one. So which parameters a step used on any rank, and what to divide by, come
+with the gradients and cost no message of their own. Buckets are launched in the plan's order on every rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import nn
+
+from parallax.comm import Comm, Reduction
+
+FIRST_BUCKET_BYTES = 2**20
+"""The first bucket is small, so that the first AllReduce starts early."""
+
+
+class Bucket:
+    """A flat buffer for gradients of one dtype and device."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], sparse: Collection[nn.Parameter]) -> None:
+        self.parameters = list(parameters)
+        first = parameters[0]
+        numel = sum(p.numel() for p in parameters)
+        num_rows = [p.shape[0] if p in sparse else 0 for p in parameters]
+        length = numel + sum(num_rows) + len(parameters) + 2
+        self.buffer = torch.empty(length, dtype=first.dtype, device=first.device)
+        self.gradients, marks, self.tail = self.buffer.split([numel, sum(num_rows), len(parameters) + 2])
+        self.marks = marks.split(num_rows)
+        """For a parameter with COO gradients, how many ranks have one in each row; empty for others."""
+        self.views = [
+            piece.view(p.shape)
+            for p, piece in zip(parameters, self.gradients.split([p.numel() for p in parameters]), strict=True)
+        ]
+        self.num_missing = len(parameters)
+        self.here = [False] * len(parameters)
+        self.reduction: Reduction | None = None
+
+    def reset(self) -> None:
+        self.num_missing = len(self.parameters)
+        self.here = [False] * len(self.parameters)
+        self.reduction = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Contribution:
+    """How this rank's gradients count in the step that is running."""
+
+    scale: float
+    """Factor for this rank's gradients; 0: it has no samples."""
+    weight: float
+    """Its part in the sum of weights, which is the world size when all ranks have equal batches."""
+    out: bool
+    """It is out of data."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Totals:
+    """Sums over ranks that came with the buckets."""
+
+    weight: float
+    num_out: int
+
+
+class DenseGradients:
+    """The buckets of a run's dense parameters."""
+
+    def __init__(
+        self,
+        comm: Comm,
+        parameters: Sequence[nn.Parameter],
+        *,
+        bucket_bytes: float,
+        mean: bool,
+        sparse: Collection[nn.Parameter],
+        before: dict[nn.Parameter, torch.Tensor],
+    ) -> None:
+        """
+        Args:
+            parameters: in the order in which their gradients are expected; the same on all ranks.
+            bucket_bytes: a bucket is full when its gradients reach this size.
+            mean: divide by the sum of the weights (gradients come scaled by 1 / world size).
+            sparse: those whose gradients are COO tensors.
+            before: gradients of earlier backward passes, set aside while new ones are on their way.
+        """
+        self._comm, self._mean = comm, mean
+        self.buckets = [Bucket(group, sparse) for group in _fill(parameters, bucket_bytes)]
+        self._place = {p: (b, i) for b in self.buckets for i, p in enumerate(b.parameters)}
+        self._next = 0
+        self._before = before
+
+    def __contains__(self, parameter: object) -> bool:
+        return parameter in self._place
+
+    def ready(self, parameter: nn.Parameter, contribution: Contribution) -> None:
+        """This rank's gradient of `parameter` is complete: into its bucket, and off with full buckets."""
+        bucket, i = self._place[parameter]
+        if bucket.here[i]:
+            raise RuntimeError("a gradient arrived twice in one backward pass")
+        grad = parameter.grad
+        if grad is None:
+            return
+        if grad.layout != torch.strided:
+            grad = grad.coalesce()
+            bucket.marks[i].zero_().index_fill_(0, grad.indices()[0], 1)
+            grad = parameter.grad = grad.to_dense()
+        if contribution.scale:
+            torch.mul(grad, contribution.scale, out=bucket.views[i])
+        else:  # no samples: its gradient, which may be NaN, does not count
+            bucket.views[i].zero_()
+        bucket.here[i] = True
+        bucket.num_missing -= 1
+        self._launch_full(contribution)
+
+    def finish(self, contribution: Contribution) -> Totals | None:
+        """End of backward: sends what is left, waits, and sets every `.grad`; None without dense parameters."""
+        for bucket in self.buckets[self._next :]:
+            for view, marks, here in zip(bucket.views, bucket.marks, bucket.here, strict=True):
+                if not here:
+                    view.zero_()
+                    marks.zero_()
+            bucket.num_missing = 0
+        self._launch_full(contribution)
+        totals = None
+        for bucket in self.buckets:
+            assert bucket.reduction is not None
+            self._comm.wait(bucket.reduction)
+            *num_here, weight, num_out = bucket.tail.tolist()
+            totals = Totals(weight, round(num_out))
+            if self._mean and weight not in (0.0, self._comm.world_size):
+                bucket.gradients.mul_(self._comm.world_size / weight)
+            self._set_gradients(bucket, [n > 0 for n in num_here])
+            bucket.reset()
+        self._next = 0
+        return totals
+
+    def _launch_full(self, contribution: Contribution) -> None:
+        while self._next < len(self.buckets) and not self.buckets[self._next].num_missing:
+            bucket = self.buckets[self._next]
+            bucket.tail.copy_(
+                torch.tensor(
+                    [*map(float, bucket.here), contribution.weight, float(contribution.out)], dtype=bucket.tail.dtype
+                )
+            )
+            bucket.reduction = self._comm.all_reduce(bucket.buffer)
+            self._next += 1
+
+    def _set_gradients(self, bucket: Bucket, used: Sequence[bool]) -> None:
+        into, views = [], []
+        for p, view, marks, here, any_rank in zip(
+            bucket.parameters, bucket.views, bucket.marks, bucket.here, used, strict=True
+        ):
+            if any_rank and marks.numel():
+                rows = marks.nonzero().squeeze(1)
+                p.grad = torch.sparse_coo_tensor(
+                    rows[None], view[rows], p.shape, is_coalesced=True, check_invariants=False
+                )
+            elif here and p.grad is not None:
+                into.append(p.grad)
+                views.append(view)
+            elif any_rank:
+                p.grad = view.clone()
+        if into:
+            torch._foreach_copy_(into, views)
+        for p in bucket.parameters:
+            before = self._before.pop(p, None)
+            if before is not None and before.layout != torch.strided:
+                p.grad = before if p.grad is None else before + p.grad
+            elif before is not None:  # a new gradient is added to the tensor that the user already had
+                p.grad = before if p.grad is None else before.add_(p.grad)
+
+
+def _fill(parameters: Sequence[nn.Parameter], bucket_bytes: float) -> list[list[nn.Parameter]]:
+    groups: list[list[nn.Parameter]] = []
+    sizes: list[float] = []
+    for p in parameters:
+        limit = FIRST_BUCKET_BYTES if len(groups) == 1 else bucket_bytes
+        fits = groups and sizes[-1] + p.nbytes <= limit
+        alike = groups and (groups[-1][0].dtype, groups[-1][0].device) == (p.dtype, p.device)
+        if fits and alike:
+            groups[-1].append(p)
+            sizes[-1] += p.nbytes
+        else:
+            groups.append([p])
+            sizes.append(p.nbytes)
+    return groups

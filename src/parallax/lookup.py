@@ -1,0 +1,394 @@
+"""Lookups: what `F.embedding`, `F.embedding_bag` and `weight[ids]` become on a table.
+
+A lookup on rows that live elsewhere returns at once: a `Deferred` tensor of the right shape that gets its
+value when a first operation needs it. All lookups that are pending then share one round. Its backward leaves
+the row gradients with the table; they travel when the backward pass is over.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.utils._pytree import tree_map
+
+from parallax.rounds import Ask, Request, Round
+from parallax.table import SKIPPED, Table, Window
+
+
+class Lookup:
+    """One lookup on a table: ids in, a tensor of `shape` out. Subclasses say how rows become that tensor.
+
+    Args:
+        ids: row numbers (int64, any shape), each in range; moved to the table's device.
+        shape: shape of the result.
+        padding_idx: a row whose lookups have no gradient, in 0 .. rows - 1, or None.
+    """
+
+    def __init__(self, table: Table, ids: torch.Tensor, shape: Sequence[int], padding_idx: int | None) -> None:
+        self.table = table
+        self.ids = ids.reshape(-1).to(device=table.device, dtype=torch.int64)
+        self.shape = tuple(shape)
+        self.is_padding = None if padding_idx is None else self.ids == padding_idx
+        self.trainable = torch.is_grad_enabled() and table.parameter.requires_grad
+        self.window: Window | None = None
+        self._rows: torch.Tensor | None = None
+        self._index: torch.Tensor | None = None
+        self._value: torch.Tensor | None = None
+
+    def resolve(self, rows: torch.Tensor, index: torch.Tensor, window: Window | None) -> None:
+        """Hands over the rows: `rows[index[i]]` is the row of `ids[i]`, and index is a slot of `window`."""
+        self._rows, self._index, self.window = rows, index, window
+
+    @property
+    def resolved(self) -> bool:
+        return self._index is not None
+
+    @property
+    def index(self) -> torch.Tensor:
+        assert self._index is not None, "resolve() comes first"
+        return self._index
+
+    def value(self) -> torch.Tensor:
+        if self._value is None:
+            assert self._rows is not None
+            self._value = self._compute(self._rows[self.index])
+            self._rows = None
+        return self._value
+
+    def slots(self) -> torch.Tensor:
+        """Where the gradient of each id goes."""
+        if self.is_padding is None:
+            return self.index
+        return torch.where(self.is_padding, torch.full_like(self.index, SKIPPED), self.index)
+
+    def _compute(self, picked: torch.Tensor) -> torch.Tensor:
+        """The result from one row per id, shape (number of ids, width)."""
+        return picked.reshape(self.shape)
+
+    def gradients(self, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(gradient per id, shape (number of ids, width); gradient of the per-sample weights, if any)."""
+        return grad.reshape(self.ids.numel(), self.table.width), None
+
+
+class BagLookup(Lookup):
+    """`F.embedding_bag`: torch's own function, applied to the rows that were looked up."""
+
+    def __init__(
+        self,
+        table: Table,
+        ids: torch.Tensor,
+        offsets: torch.Tensor | None,
+        *,
+        mode: str,
+        per_sample_weights: torch.Tensor | None,
+        include_last_offset: bool,
+        padding_idx: int | None,
+    ) -> None:
+        if offsets is None:
+            self._offsets = torch.arange(ids.shape[0], device=table.device) * ids.shape[1]
+        else:
+            self._offsets = offsets.to(device=table.device, dtype=torch.int64)
+        num_bags = self._offsets.numel() - int(include_last_offset and offsets is not None)
+        super().__init__(table, ids, (max(num_bags, 0), table.width), padding_idx)
+        self._mode = mode
+        self._include_last_offset = include_last_offset and offsets is not None
+        self._weights = None if per_sample_weights is None else per_sample_weights.detach().reshape(-1)
+        self._weights_shape = None if per_sample_weights is None else per_sample_weights.shape
+        self._weights_trainable = (
+            per_sample_weights is not None and per_sample_weights.requires_grad and torch.is_grad_enabled()
+        )
+        self._picked: torch.Tensor | None = None
+
+    def _compute(self, picked: torch.Tensor) -> torch.Tensor:
+        if self.trainable or self._weights_trainable:
+            self._picked = picked
+        return self._bag(picked, self._weights)
+
+    def _bag(self, rows: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+        n = self.ids.numel()
+        positions, padding = torch.arange(n, device=rows.device), None
+        if self.is_padding is not None:  # padding ids point at one extra row, which the bag leaves out
+            positions, padding = positions.masked_fill(self.is_padding, n), n
+            rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
+        return F.embedding_bag(
+            positions,
+            rows,
+            self._offsets,
+            mode=self._mode,
+            per_sample_weights=weights,
+            include_last_offset=self._include_last_offset,
+            padding_idx=padding,
+        )
+
+    def gradients(self, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self.value()
+        assert self._picked is not None
+        # The value is computed below autograd (inside a dispatch), so the graph is made here.
+        with torch.enable_grad():
+            inputs = [self._picked.detach().requires_grad_()]
+            if self._weights is not None and self._weights_trainable:
+                inputs.append(self._weights.detach().requires_grad_())
+            out = self._bag(inputs[0], inputs[1] if len(inputs) == 2 else self._weights)
+        grads = torch.autograd.grad(out, inputs, grad)
+        weight_grad = grads[1].reshape(self._weights_shape) if len(grads) == 2 and self._weights_shape else None
+        return grads[0], weight_grad
+
+
+class Deferred(torch.Tensor):
+    """The result of a lookup that may still be pending: a tensor without storage that stands for its value.
+
+    Every operation on it, from Python or C++, comes through `__torch_dispatch__` and gets the value.
+    """
+
+    _lookup: Lookup
+    _lookups: Lookups
+
+    @staticmethod
+    def __new__(cls, lookup: Lookup, lookups: Lookups) -> Deferred:
+        table = lookup.table
+        self = torch.Tensor._make_wrapper_subclass(cls, lookup.shape, dtype=table.dtype, device=table.device)
+        self._lookup, self._lookups = lookup, lookups
+        return self
+
+    def _value(self) -> torch.Tensor:
+        if not self._lookup.resolved:
+            self._lookups.flush()
+        return self._lookup.value()
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def value(x: Any) -> Any:
+            return x._value() if isinstance(x, Deferred) else x
+
+        out = func(*tree_map(value, args), **tree_map(value, kwargs or {}))
+        for arg in args:  # an in-place operation returns the tensor that it was called on
+            if isinstance(arg, Deferred) and out is arg._value():
+                return arg
+        return out
+
+    def tolist(self) -> Any:
+        return self.detach().tolist()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.detach().clone().requires_grad_(self.requires_grad).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: Any) -> torch.Tensor:
+        return self.detach().clone().requires_grad_(self.requires_grad)
+
+
+class _Apply(torch.autograd.Function):
+    """A lookup in the autograd graph. `anchor` only makes the result require a gradient."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        anchor: torch.Tensor | None,
+        per_sample_weights: torch.Tensor | None,
+        lookup: Lookup,
+        lookups: Lookups,
+    ) -> torch.Tensor:
+        ctx.lookup, ctx.lookups = lookup, lookups
+        ctx.set_materialize_grads(False)
+        return lookups.submit(lookup)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None) -> Any:  # type: ignore[override]
+        lookup: Lookup = ctx.lookup
+        if grad is None:
+            return None, None, None, None
+        if torch.is_grad_enabled():
+            ctx.lookups.fail(
+                NotImplementedError(
+                    f"{lookup.table.name!r}: a backward pass with create_graph=True reaches the rows of a table; its "
+                    f"gradient has no graph. Differentiate with respect to the looked-up values instead "
+                    f"(torch.autograd.grad(..., inputs=looked_up, create_graph=True))"
+                )
+            )
+        if not lookup.resolved:
+            ctx.lookups.flush()
+        grads, weight_grad = lookup.gradients(grad)
+        if lookup.trainable:
+            lookup.table.contribute(lookup.window, lookup.slots(), grads)
+            ctx.lookups.on_backward()
+        return None, weight_grad, None, None
+
+
+@dataclasses.dataclass
+class _Wanted:
+    """What one table has to fetch in a flush."""
+
+    table: Table
+    lookups: list[Lookup]
+    leased: torch.Tensor
+    """Sorted keys that go on lease: a gradient may come back for them."""
+    unleased: torch.Tensor
+    """Sorted keys whose values alone are wanted."""
+    keys: torch.Tensor
+    inverse: torch.Tensor
+    """`keys[inverse]` are the keys of all ids of `lookups`, one after the other."""
+
+
+class Lookups:
+    """The pending lookups of a run."""
+
+    def __init__(
+        self,
+        run_round: Callable[[Request], Round],
+        *,
+        on_backward: Callable[[], None],
+        on_samples: Callable[[int], None],
+        on_use: Callable[..., None],
+        fail: Callable[[BaseException], Any],
+    ) -> None:
+        """
+        Args:
+            run_round: one round with the other ranks.
+            on_backward: told when a backward pass has reached a lookup.
+            on_samples: told the leading dimension of each lookup's ids.
+            on_use: told as `on_use(table, lookup=...)` before a table is looked up or after it was used otherwise.
+            fail: tells the other ranks of an error, then raises it.
+        """
+        self._run_round = run_round
+        self.on_backward = on_backward
+        self.on_samples = on_samples
+        self.on_use = on_use
+        self.fail = fail
+        self.stepping = False
+        """An optimizer is running: tables are this rank's rows."""
+        self._pending: list[Lookup] = []
+
+    def apply(self, lookup: Lookup, per_sample_weights: torch.Tensor | None = None) -> torch.Tensor:
+        """The lookup's result, with its place in the autograd graph."""
+        self._check_range(lookup)
+        anchor = torch.empty(0, requires_grad=True) if lookup.trainable else None
+        result = _Apply.apply(anchor, per_sample_weights, lookup, self)
+        assert isinstance(result, torch.Tensor)
+        return result
+
+    def submit(self, lookup: Lookup) -> torch.Tensor:
+        table = lookup.table
+        if not table.sharded:
+            lookup.resolve(table.flat(table.data), lookup.ids, None)
+            return lookup.value()
+        self._pending.append(lookup)
+        return Deferred(lookup, self)
+
+    def read_whole(self, table: Table, field: int = 0) -> torch.Tensor:
+        """The whole tensor behind a field of a sharded table (see `Rounds.fields`), fetched from the owners."""
+        assert table.partitioning is not None
+        keys = torch.arange(table.world_size, device=table.device)[:, None] * table.partitioning.stride
+        held = [keys[r, 0] + torch.arange(n, device=table.device) for r, n in enumerate(table.partitioning.num_held)]
+        positions = [table.partitioning.positions(k, owner) for owner, k in enumerate(held)]
+        ask = Ask(table, positions, [0] * table.world_size)
+        rows = self._run_round(Request(asks=[ask], field=field)).rows[0]
+        order = torch.cat([table.partitioning.rows_of(r) for r in range(table.world_size)])
+        whole = torch.empty(table.num_rows, rows[0].shape[1], dtype=rows[0].dtype, device=table.device)
+        whole[order] = torch.cat(rows)
+        return whole
+
+    def flush(self) -> None:
+        """Fetches in one round the rows of all pending lookups that are not here yet."""
+        pending, self._pending = self._pending, []
+        by_table: dict[Table, list[Lookup]] = {}
+        for lookup in pending:
+            by_table.setdefault(lookup.table, []).append(lookup)
+        wanted = [self._want(table, lookups) for table, lookups in by_table.items()]
+        missing = [w for w in wanted if w.leased.numel() or w.unleased.numel()]
+        rows = self.lease(missing) if missing else []
+        extra = {id(w): r for w, r in zip(missing, rows, strict=True)}
+        for w in wanted:
+            self._resolve(w, extra.get(id(w)))
+
+    def lease_keys(self, table: Table, keys: torch.Tensor) -> None:
+        """Puts sorted `keys` on lease that are not."""
+        _, known = table.window.find(keys)
+        nothing = keys[:0]
+        if not bool(known.all()):
+            self.lease([_Wanted(table, [], keys[~known], nothing, nothing, nothing)])
+
+    def lease(self, wanted: Sequence[_Wanted]) -> list[torch.Tensor]:
+        """One round for all of `wanted`; returns the rows of the unleased keys of each."""
+        asks, cuts = [], []
+        for w in wanted:
+            partitioning = w.table.partitioning
+            assert partitioning is not None
+            leased, unleased = partitioning.split(w.leased), partitioning.split(w.unleased)
+            positions = [
+                torch.cat(
+                    [
+                        partitioning.positions(w.leased[leased[o] : leased[o + 1]], o),
+                        partitioning.positions(w.unleased[unleased[o] : unleased[o + 1]], o),
+                    ]
+                )
+                for o in range(w.table.world_size)
+            ]
+            counts = [leased[o + 1] - leased[o] for o in range(w.table.world_size)]
+            asks.append(Ask(w.table, positions, counts))
+            cuts.append(leased)
+        answers = self._run_round(Request(asks=asks)).rows
+        unleased_rows = []
+        for w, ask, cut, rows in zip(wanted, asks, cuts, answers, strict=True):
+            if w.leased.numel():
+                new = torch.cat([r[:n] for r, n in zip(rows, ask.num_leased, strict=True)])
+                w.table.window.add(w.leased, new, cut)
+            unleased_rows.append(torch.cat([r[n:] for r, n in zip(rows, ask.num_leased, strict=True)]))
+        return unleased_rows
+
+    def _want(self, table: Table, lookups: list[Lookup]) -> _Wanted:
+        assert table.partitioning is not None
+        ids = torch.cat([lookup.ids for lookup in lookups])
+        if table.device.type != "cpu":
+            self._check_range(lookups[0], ids)
+        keys, inverse = torch.unique(table.partitioning.keys(ids), return_inverse=True)
+        _, known = table.window.find(keys)
+        if all(lookup.trainable and lookup.is_padding is None for lookup in lookups):
+            return _Wanted(table, lookups, keys[~known], keys[:0], keys, inverse)
+        trains = torch.cat(
+            [
+                torch.full_like(lookup.ids, lookup.trainable, dtype=torch.bool)
+                if lookup.is_padding is None
+                else ~lookup.is_padding & lookup.trainable
+                for lookup in lookups
+            ]
+        )
+        learnt = torch.zeros_like(known)
+        learnt[inverse[trains]] = True
+        return _Wanted(table, lookups, keys[~known & learnt], keys[~known & ~learnt], keys, inverse)
+
+    def _resolve(self, w: _Wanted, unleased_rows: torch.Tensor | None) -> None:
+        window = w.table.window
+        slots, known = window.find(w.keys)
+        rows = window.rows
+        if unleased_rows is not None and unleased_rows.numel():
+            slots = slots.masked_scatter(~known, torch.arange(len(window), len(window) + len(unleased_rows)).to(slots))
+            rows = torch.cat([rows, unleased_rows])
+        index = slots[w.inverse]
+        at = 0
+        for lookup in w.lookups:
+            n = lookup.ids.numel()
+            lookup.resolve(rows, index[at : at + n], window)
+            at += n
+
+    def _check_range(self, lookup: Lookup, ids: torch.Tensor | None = None) -> None:
+        """Raises IndexError on all ranks for an id out of range; on accelerators once per flush."""
+        table = lookup.table
+        if ids is None:
+            if table.sharded and table.device.type != "cpu":
+                return
+            ids = lookup.ids
+        if not ids.numel():
+            return
+        low, high = torch.stack(torch.aminmax(ids)).tolist()
+        if low < 0 or high >= table.num_rows:
+            self.fail(
+                IndexError(
+                    f"id {low if low < 0 else high} is out of range for {table.name!r}, which has {table.num_rows} "
+                    f"rows: ids go from 0 to {table.num_rows - 1} (rank {table.rank})"
+                )
+            )

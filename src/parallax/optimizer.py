@@ -1,0 +1,133 @@
+"""What parallax knows of an optimizer: whether it updates row by row, and which of its state has rows."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import dataclasses
+import inspect
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+
+from parallax.table import Table
+
+
+@dataclasses.dataclass(frozen=True)
+class Rowwise:
+    """How an optimizer treats a table, found by trying it (`probe`)."""
+
+    by_rows: bool
+    """Updating the rows in parts gives what updating them together gives."""
+    keys: frozenset[str] = frozenset()
+    """Entries of the state with one row per row of the parameter."""
+    reason: str = ""
+
+
+_ROWS, _WIDTH, _STEPS = 5, 3, 3
+
+
+def probe(optimizer: torch.optim.Optimizer, table: Table) -> Rowwise:
+    """Runs copies of `optimizer` on a small stand-in for a table, whole and in two parts, and compares.
+
+    An optimizer whose update of a row looks at other rows (a norm of the parameter, factored moments, an
+    orthogonalised matrix) cannot run where the rows live: its parts differ from the whole.
+    """
+    group = next(g for g in optimizer.param_groups if any(p is table.parameter for p in g["params"]))
+    generator = torch.Generator().manual_seed(0)
+    shape = (_ROWS, *(_WIDTH for _ in table.row_shape))
+    dtype = torch.float64 if table.dtype == torch.float64 else torch.float32
+    start = torch.randn(shape, generator=generator, dtype=dtype) + 0.1
+    grads = [torch.randn(shape, generator=generator, dtype=dtype) for _ in range(_STEPS)]
+    touched = [[0, 1, 4], [1, 2, 3], [0, 3, 4]]  # different rows each step: momentum of untouched ones shows
+    try:
+        whole, state = _train(optimizer, group, start, grads, touched, range(_ROWS), table)
+        parts = [_train(optimizer, group, start, grads, touched, rows, table)[0] for rows in ([0, 2, 3], [1, 4])]
+    except Exception as error:  # a closure is needed, or an optimizer that cannot be copied: it stays whole
+        return Rowwise(False, reason=f"{type(optimizer).__name__} could not be tried on parts of a table: {error}")
+    joined = torch.empty_like(whole)
+    joined[[0, 2, 3]], joined[[1, 4]] = parts[0], parts[1]
+    keys = frozenset(k for k, v in state.items() if isinstance(v, torch.Tensor) and v.dim() and v.shape[0] == _ROWS)
+    if torch.allclose(joined, whole, rtol=1e-5, atol=1e-6):
+        return Rowwise(True, keys)
+    return Rowwise(False, keys, f"{type(optimizer).__name__}'s update of a row depends on other rows")
+
+
+def _train(
+    optimizer: torch.optim.Optimizer,
+    group: dict[str, Any],
+    start: torch.Tensor,
+    grads: list[torch.Tensor],
+    touched: list[list[int]],
+    rows: Collection[int],
+    table: Table,
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    index = list(rows)
+    p = torch.nn.Parameter(start[index].to(table.device))
+    trial = _sibling(optimizer, group, p)
+    for grad, now in zip(grads, touched, strict=True):
+        part = torch.zeros_like(start)
+        part[now] = grad[now]
+        part = part[index].to(table.device)
+        if table.sparse_grad:
+            here = torch.tensor([i for i, r in enumerate(index) if r in now], device=table.device)
+            p.grad = torch.sparse_coo_tensor(here[None], part[here], part.shape, is_coalesced=True, check_invariants=False)
+        else:
+            p.grad = part
+        trial.step()
+    return p.detach().cpu(), dict(trial.state[p])
+
+
+def _sibling(optimizer: torch.optim.Optimizer, group: dict[str, Any], p: torch.nn.Parameter) -> torch.optim.Optimizer:
+    """An optimizer of the same class and settings for `p` alone."""
+    settings = {
+        k: copy.deepcopy(v) for k, v in group.items() if k not in ("params", "param_names", "initial_lr")
+    }
+    accepted = inspect.signature(type(optimizer).__init__).parameters
+    try:
+        trial = type(optimizer)([p], **{k: v for k, v in settings.items() if k in accepted})  # type: ignore[arg-type]
+    except Exception:  # a constructor of another form: copy the object, with state still to be made
+        trial = copy.copy(optimizer)
+        trial.state = collections.defaultdict(dict)
+        trial.param_groups = [{"params": [p]}]
+    trial.param_groups[0].update(settings)
+    return trial
+
+
+def cut_state(optimizer: torch.optim.Optimizer, table: Table, keys: Collection[str]) -> None:
+    """Keeps this rank's rows of state that was made or loaded for a whole table."""
+    state = optimizer.state.get(table.parameter)
+    if not state:
+        return
+    for key in keys:
+        value = state.get(key)
+        if isinstance(value, torch.Tensor) and value.dim() and value.shape[0] != table.num_held:
+            state[key] = table.own_rows(value)
+
+
+def whole_state(
+    optimizer: torch.optim.Optimizer,
+    state_dict: dict[str, Any],
+    tables: dict[torch.Tensor, Table],
+    keys: Callable[[Table], Collection[str]],
+    read: Callable[[Table, str], torch.Tensor],
+) -> dict[str, Any]:
+    """`state_dict` with the state of tables as one device has it.
+
+    Args:
+        tables: the sharded tables by parameter.
+        keys: which entries of the optimizer's state have rows.
+        read: fetches the whole tensor behind such an entry.
+    """
+    state = dict(state_dict["state"])
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for number, p in enumerate(parameters):
+        table = tables.get(p)
+        if table is not None and number in state:
+            entry = dict(state[number])
+            for key in sorted(keys(table)):
+                if isinstance(entry.get(key), torch.Tensor):
+                    entry[key] = read(table, key)
+            state[number] = entry
+    return {**state_dict, "state": state}

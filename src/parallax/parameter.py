@@ -1,0 +1,520 @@
+"""What the user's parameter turns into: the same object, with a class that sees how it is used.
+
+`WatchedParameter` is whole on each rank; its lookups are noticed and their gradients exchanged by rows.
+`ShardedParameter` holds this rank's rows. Inside `optimizer.step()` it is those rows; everywhere else it
+means the whole table: lookups become `Lookup`s, its gradient and `.data` are `Whole` tensors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_map
+
+from parallax.lookup import BagLookup, Lookup, Lookups
+from parallax.plan import Use
+from parallax.rounds import Request, Round, Want, join_norms
+from parallax.table import Table
+
+
+class WatchedParameter(nn.Parameter):
+    """A parameter of which every rank holds a copy."""
+
+    _table: Table
+    _lookups: Lookups
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for p in _parameters(args, kwargs):
+            lookup = _as_lookup(func, p, args, kwargs)
+            if lookup is not None:
+                p._lookups.on_use(p._table, lookup=True)
+                if type(p) is not cls:  # the plan was made just now
+                    return func(*args, **kwargs)
+                return lookup()
+        with torch._C.DisableTorchFunctionSubclass():
+            out = func(*args, **kwargs)
+        if torch.is_grad_enabled() and getattr(func, "__name__", "") not in _ABOUT_THE_OBJECT and _has_graph(out):
+            for p in _parameters(args, kwargs):
+                p._lookups.on_use(p._table, lookup=False)
+                p._table.use |= Use.DENSE
+        return out
+
+    def __deepcopy__(self, memo: Any) -> nn.Parameter:
+        return _copied(self, self._table.data.clone(), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return nn.Parameter(self._table.data, self.requires_grad).__reduce_ex__(protocol)
+
+
+class ShardedParameter(nn.Parameter):
+    """A parameter of which this rank holds some rows."""
+
+    _table: Table
+    _lookups: Lookups
+    _reads: WholeReads
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        found = _parameters(args, kwargs)
+        if any(p._lookups.stepping for p in found) and func not in (F.embedding, F.embedding_bag):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        for p in found:
+            lookup = _as_lookup(func, p, args, kwargs)
+            if lookup is not None:
+                p._lookups.on_use(p._table, lookup=True)
+                return lookup()
+        name = getattr(func, "__name__", "")
+        if name in ("__get__", "__set__"):
+            return _attribute(func, name, args)
+        if name in _ABOUT_THE_OBJECT:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if name in _HOOKS:
+            p = found[0]
+            p._lookups.fail(
+                NotImplementedError(
+                    f"{p._table.name!r}: {name}() on a table is not supported: its gradient lives on its owners. "
+                    f"Register the hook on the looked-up values instead"
+                )
+            )
+        # Written in place (under no_grad) or read without a graph: the whole table by its alias.
+        graph = torch.is_grad_enabled() and any(p.requires_grad for p in found) and name not in _NO_GRAPH
+
+        def stand_in(x: Any) -> Any:
+            if not isinstance(x, ShardedParameter):
+                return x
+            return x._reads.differentiable(x) if graph else Whole(x._table, x._reads, "data")
+
+        out = func(*tree_map(stand_in, args), **tree_map(stand_in, kwargs))
+        # An in-place operation returns the parameter that it was called on.
+        if isinstance(out, Whole) and out._field == "data" and not out._views and name.endswith("_"):
+            return args[0]
+        return out
+
+    def __deepcopy__(self, memo: Any) -> nn.Parameter:
+        return _copied(self, self._reads.whole(self._table, "data"), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        whole = self._reads.whole(self._table, "data")
+        return nn.Parameter(whole, self.requires_grad).__reduce_ex__(protocol)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"Parameter containing:\n{self._reads.whole(self._table, 'data')!r}"
+
+
+_ABOUT_THE_OBJECT = {"__get__", "__set__", "requires_grad_", "__hash__", "is_floating_point", "is_complex", "get_device"}
+_HOOKS = {"register_hook", "register_post_accumulate_grad_hook", "retain_grad"}
+_NO_GRAPH = {"detach", "size", "dim", "numel", "nelement", "__len__", "stride", "is_contiguous", "ndimension", "type"}
+
+
+def adopt(parameter: nn.Parameter, kind: type[nn.Parameter], table: Table, lookups: Lookups, reads: WholeReads) -> None:
+    """Makes `parameter` one of the classes above, keeping the object."""
+    parameter.__class__ = kind
+    parameter._table, parameter._lookups, parameter._reads = table, lookups, reads  # type: ignore[attr-defined]
+
+
+def release(parameter: nn.Parameter) -> None:
+    """Gives a parameter its own class back."""
+    parameter.__class__ = parameter._table.original_class  # type: ignore[attr-defined]
+    del parameter._table, parameter._lookups, parameter._reads  # type: ignore[attr-defined]
+
+
+def _copied(p: nn.Parameter, data: torch.Tensor, memo: Any) -> nn.Parameter:
+    copy = nn.Parameter(data, p.requires_grad)
+    memo[id(p)] = copy
+    return copy
+
+
+def _parameters(args: Any, kwargs: Any) -> list[Any]:
+    """The adopted parameters among the arguments, each once."""
+    found = {id(x): x for x in tree_flatten((args, kwargs))[0] if isinstance(x, (WatchedParameter, ShardedParameter))}
+    return list(found.values())
+
+
+def _has_graph(out: Any) -> bool:
+    return any(isinstance(x, torch.Tensor) and x.grad_fn is not None for x in tree_flatten(out)[0])
+
+
+def _attribute(func: Any, name: str, args: Any) -> Any:
+    """Reading or setting an attribute of a sharded parameter."""
+    p: ShardedParameter = args[0]
+    table, which = p._table, getattr(func.__self__, "__name__", "")
+    if name == "__set__":
+        value = args[1]
+        if which == "grad" and value is not None and not isinstance(value, Whole):
+            table.grad = table.own_rows(value)
+            return None
+        if which == "data":
+            Whole(table, p._reads, "data").copy_(value)
+            return None
+        if isinstance(value, Whole):  # p.grad = p.grad
+            return None
+    elif which == "grad":
+        return None if table.grad is None else Whole(table, p._reads, "grad")
+    elif which == "data":
+        return Whole(table, p._reads, "data")
+    elif which in ("shape", "ndim", "T", "mT", "H", "itemsize", "nbytes"):
+        return func(torch.empty(table.shape, dtype=table.dtype, device="meta")) if which[0] in "sni" else p.t()
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args)
+
+
+# -- recognising lookups ------------------------------------------------------------------------------
+
+
+def _as_lookup(func: Any, p: Any, args: Any, kwargs: Any) -> Callable[[], torch.Tensor] | None:
+    """What to do if `func(*args, **kwargs)` looks up rows of `p`; None if it does something else."""
+    if func is F.embedding:
+        return functools.partial(_embedding, p, *args, **kwargs) if _second(args, kwargs) is p else None
+    if func is F.embedding_bag:
+        return functools.partial(_embedding_bag, p, *args, **kwargs) if _second(args, kwargs) is p else None
+    if func is torch.Tensor.__getitem__:
+        index = args[1]
+        is_ids = isinstance(index, torch.Tensor) and index.dtype in (torch.int64, torch.int32) and index.dim() > 0
+        return functools.partial(_pick, p, index) if args[0] is p and is_ids else None
+    if func in (torch.index_select, torch.Tensor.index_select):
+        values = dict(zip(("input", "dim", "index"), args, strict=False)) | kwargs
+        if values.get("input") is p and values.get("dim") in (0, -len(p._table.shape)):
+            return functools.partial(_index_select, p, values["index"])
+    return None
+
+
+def _second(args: Any, kwargs: Any) -> Any:
+    return args[1] if len(args) > 1 else kwargs.get("weight")
+
+
+def _embedding(
+    p: Any,
+    input: torch.Tensor,
+    weight: Any,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> torch.Tensor:
+    table: Table = p._table
+    _check_options(p, max_norm, scale_grad_by_freq)
+    if input.dtype not in (torch.int64, torch.int32):  # torch's own error
+        return F.embedding(input, table.data)
+    if padding_idx is not None and not -table.num_rows <= padding_idx < table.num_rows:
+        return F.embedding(input, table.data.new_empty(table.shape, device="meta"), padding_idx)
+    table.sparse_grad |= sparse
+    shape = (*input.shape, *table.row_shape)
+    return _look_up(p, Lookup(table, input, shape, _padding(table, padding_idx)), input)
+
+
+def _embedding_bag(
+    p: Any,
+    input: torch.Tensor,
+    weight: Any,
+    offsets: torch.Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: torch.Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> torch.Tensor:
+    table: Table = p._table
+    _check_options(p, max_norm, scale_grad_by_freq)
+    # torch's own checks of the arguments, on stand-ins of the same shapes
+    with torch.no_grad():
+        dummy = torch.zeros(1, *table.row_shape, dtype=table.dtype, device=table.device)
+        F.embedding_bag(
+            torch.zeros_like(input),
+            dummy,
+            offsets,
+            mode=mode,
+            per_sample_weights=per_sample_weights,
+            include_last_offset=include_last_offset,
+        )
+    if padding_idx is not None and not -table.num_rows <= padding_idx < table.num_rows:
+        raise AssertionError(f"padding_idx must be within the number of embeddings, got {padding_idx}")
+    table.sparse_grad |= sparse
+    lookup = BagLookup(
+        table,
+        input,
+        offsets if input.dim() == 1 else None,
+        mode=mode,
+        per_sample_weights=per_sample_weights,
+        include_last_offset=include_last_offset,
+        padding_idx=_padding(table, padding_idx),
+    )
+    return _look_up(p, lookup, torch.empty(lookup.shape[0], device="meta"), per_sample_weights)
+
+
+def _pick(p: Any, index: torch.Tensor) -> torch.Tensor:
+    """`weight[ids]`, negative ids counting from the end."""
+    table: Table = p._table
+    ids = index.long()
+    if ids.numel() and bool((ids < -table.num_rows).any()):
+        p._lookups.fail(
+            IndexError(
+                f"id {int(ids.min())} is out of range for {table.name!r}, which has {table.num_rows} rows: ids go from "
+                f"-{table.num_rows} to {table.num_rows - 1} (rank {table.rank})"
+            )
+        )
+    ids = torch.where(ids < 0, ids + table.num_rows, ids)
+    return _look_up(p, Lookup(table, ids, (*ids.shape, *table.row_shape), None), index)
+
+
+def _index_select(p: Any, index: torch.Tensor) -> torch.Tensor:
+    table: Table = p._table
+    if index.dim() > 1 or index.dtype not in (torch.int64, torch.int32):  # torch's own error
+        return torch.index_select(table.data, 0, index)
+    ids = index.reshape(-1)
+    return _look_up(p, Lookup(table, ids, (ids.numel(), *table.row_shape), None), ids)
+
+
+def _look_up(
+    p: Any, lookup: Lookup, ids: torch.Tensor, per_sample_weights: torch.Tensor | None = None
+) -> torch.Tensor:
+    p._lookups.on_samples(ids.shape[0] if ids.dim() else 1)
+    if lookup.trainable:
+        p._table.use |= Use.LOOKUP
+    return p._lookups.apply(lookup, per_sample_weights)
+
+
+def _padding(table: Table, padding_idx: int | None) -> int | None:
+    return padding_idx % table.num_rows if padding_idx is not None else None
+
+
+def _check_options(p: Any, max_norm: float | None, scale_grad_by_freq: bool) -> None:
+    option = "max_norm" if max_norm is not None else "scale_grad_by_freq=True" if scale_grad_by_freq else None
+    if option:
+        p._lookups.fail(
+            NotImplementedError(f"{p._table.name!r}: lookups with {option} are not supported by parallax yet")
+        )
+
+
+# -- whole tables -------------------------------------------------------------------------------------
+
+
+class WholeReads:
+    """Reads of whole tables and joint norms, on behalf of the tensors that stand for them."""
+
+    def __init__(
+        self,
+        lookups: Lookups,
+        run_round: Callable[[Request], Round],
+        tables: Callable[[], Sequence[Table]],
+        on_change: Callable[[Table], None],
+    ) -> None:
+        """
+        Args:
+            tables: the tables of the run, in the order of `Round.norms`.
+            on_change: told when the rows of a table were written outside an optimizer.
+        """
+        self._lookups, self._run_round, self._tables = lookups, run_round, tables
+        self.on_change = on_change
+        self._norms: dict[float, tuple[list[int], list[torch.Tensor]]] = {}
+        self.changes: dict[str, list[Change]] = {}
+        """By table, what was done to its gradient since the latest backward."""
+        self.unrepeatable: set[str] = set()
+        """Tables to whose gradient something was done that `Change` cannot say."""
+
+    def differentiable(self, p: ShardedParameter) -> torch.Tensor:
+        """The whole table as one lookup of all rows, with its gradient."""
+        table = p._table
+        ids = torch.arange(table.num_rows, device=table.device)
+        lookup = Lookup(table, ids, table.shape, None)
+        table.use |= Use.DENSE
+        return self._lookups.apply(lookup)
+
+    def whole(self, table: Table, field: str) -> torch.Tensor:
+        """A copy of the whole weight ("data") or gradient ("grad"); the gradient of a sparse table is COO."""
+        dense = self._lookups.read_whole(table, 0 if field == "data" else 1).view(table.shape)
+        is_coo = field == "grad" and table.grad is not None and table.grad.layout == torch.sparse_coo
+        return dense.to_sparse(1) if is_coo else dense
+
+    def norm(self, table: Table, order: float) -> torch.Tensor:
+        """The norm of a table's whole gradient, equal on all ranks. One round serves all tables."""
+        tables = list(self._tables())
+        versions = [(-1 if t.grad is None else t.grad._version, id(t.grad)) for t in tables]
+        key = [hash(v) for v in versions]
+        cached = self._norms.get(order)
+        if cached is None or cached[0] != key:
+            parts = torch.stack(self._run_round(Request(want=Want.NORMS, order=order)).norms)
+            cached = self._norms[order] = (key, [join_norms(parts[:, i], order) for i in range(len(tables))])
+        return cached[1][tables.index(table)].to(table.dtype)
+
+    def forget(self) -> None:
+        """Gradients are about to be new tensors."""
+        self._norms.clear()
+        self.changes.clear()
+        self.unrepeatable.clear()
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """An in-place operation by numbers on a gradient, to be repeated where the same was not run."""
+
+    operation: str
+    overload: str
+    in_list: bool
+    args: tuple[Any, ...]
+
+    def repeat(self, grad: torch.Tensor) -> None:
+        func = getattr(getattr(torch.ops.aten, self.operation), self.overload)
+        func([grad] if self.in_list else grad, *self.args)
+
+
+class Whole(torch.Tensor):
+    """A tensor of a whole table's shape that stands for rows held by all ranks: its weight or its gradient.
+
+    Reading it fetches the whole; element-wise changes by numbers happen where the rows live; any other change
+    is made to a fetched whole, of which each rank keeps its own rows. Views remember how they were made.
+    """
+
+    _table: Table
+    _reads: WholeReads
+    _field: str
+    _views: tuple[tuple[Any, Any, Any], ...]
+
+    @staticmethod
+    def __new__(
+        cls, table: Table, reads: WholeReads, field: str, views: Any = (), like: torch.Tensor | None = None
+    ) -> Whole:
+        held = table.grad if field == "grad" else None
+        layout = torch.sparse_coo if held is not None and held.layout == torch.sparse_coo else torch.strided
+        self = torch.Tensor._make_wrapper_subclass(
+            cls,
+            table.shape if like is None else like.shape,
+            strides=None if like is None or layout != torch.strided else like.stride(),
+            dtype=table.dtype if like is None else like.dtype,
+            device=table.device,
+            layout=layout,
+        )
+        self._table, self._reads, self._field, self._views = table, reads, field, views
+        return self
+
+    def _held(self) -> torch.Tensor:
+        """This rank's part."""
+        held = self._table.data if self._field == "data" else self._table.grad
+        assert held is not None, f"the gradient of {self._table.name!r} was dropped"
+        return held
+
+    def _fetch(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(the whole, the view of it that this tensor is)."""
+        whole = self._reads.whole(self._table, self._field)
+        view = whole
+        for func, args, kwargs in self._views:
+            view = func(view, *args, **kwargs)
+        return whole, view
+
+    def _keep(self, whole: torch.Tensor) -> None:
+        self._held().copy_(self._table.own_rows(whole))
+        self._changed()
+
+    def _changed(self, change: Change | None = None) -> None:
+        if self._field == "data":
+            self._reads.on_change(self._table)
+        elif change is not None:
+            self._reads.changes.setdefault(self._table.name, []).append(change)
+        else:
+            self._reads.unrepeatable.add(self._table.name)
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        schema = func._schema
+        if schema.is_mutable:
+            return _mutate(func, name, args, kwargs)
+        if name == "linalg_vector_norm" and len(args) < 3 and not kwargs.get("dim") and not args[0]._views:
+            if args[0]._field == "grad":
+                norm = args[0]._reads.norm(args[0]._table, float(args[1] if len(args) > 1 else 2))
+                return norm.to(kwargs["dtype"]) if kwargs.get("dtype") else norm
+        elif name == "_foreach_norm" and all(isinstance(t, Whole) and t._field == "grad" for t in args[0]):
+            return [t._reads.norm(t._table, float(args[1] if len(args) > 1 else 2)) for t in args[0]]
+        if name == "detach" and isinstance(args[0], Whole):
+            t = args[0]
+            return Whole(t._table, t._reads, t._field, t._views, t if t._views else None)
+        aliases = any(r.alias_info is not None for r in schema.returns)
+        if aliases and len(schema.returns) == 1 and args and isinstance(args[0], Whole):
+            t = args[0]
+            if t.layout == torch.strided and not isinstance(args[0], (list, tuple)):
+                meta = func(torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta"), *args[1:], **kwargs)
+                if isinstance(meta, torch.Tensor):
+                    return Whole(t._table, t._reads, t._field, (*t._views, (func, args[1:], kwargs)), meta)
+        fetched = tree_map(lambda x: x._fetch()[1] if isinstance(x, Whole) else x, (args, kwargs))
+        return func(*fetched[0], **fetched[1])
+
+    def tolist(self) -> Any:
+        return self._fetch()[1].tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self._fetch()[1].numpy(force=force)
+
+    def __deepcopy__(self, memo: Any) -> torch.Tensor:
+        return self._fetch()[1].clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._fetch()[1].clone().__reduce_ex__(protocol)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return repr(self._fetch()[1])
+
+
+_ELEMENTWISE = {
+    "mul_", "div_", "add_", "sub_", "zero_", "fill_", "clamp_", "clamp_min_", "clamp_max_", "nan_to_num_", "neg_",
+    "sign_", "copy_", "addcmul_", "addcdiv_", "lerp_", "sqrt_", "pow_", "abs_",
+    "_foreach_mul_", "_foreach_div_", "_foreach_add_", "_foreach_sub_", "_foreach_zero_", "_foreach_neg_",
+    "_foreach_clamp_min_", "_foreach_clamp_max_", "_foreach_copy_",
+}  # fmt: skip
+"""Operations that change each element by itself (and by numbers, or the same element of like tensors)."""
+
+
+def _mutate(func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """An operation that writes to its arguments, some of which are `Whole`."""
+    flat = tree_flatten((args, kwargs))[0]
+    wholes = [x for x in flat if isinstance(x, Whole)]
+    others = [x for x in flat if isinstance(x, torch.Tensor) and not isinstance(x, Whole) and x.dim() > 0]
+    alike = all(not w._views and w._table is wholes[0]._table for w in wholes)
+    by_lists = name.startswith("_foreach_")
+    if name in _ELEMENTWISE and all(not w._views for w in wholes) and (by_lists or (alike and not others)):
+        # Where the rows live. In a foreach, plain tensors stand beside the tables, each with its own numbers.
+        held = tree_map(lambda x: x._held() if isinstance(x, Whole) else x, (args, kwargs))
+        func(*held[0], **held[1])
+        numbers = not kwargs and not any(isinstance(x, (Whole, list)) for x in args[1:])
+        for w in wholes:
+            w._changed(Change(name, func._overloadname, by_lists, tuple(args[1:])) if numbers else None)
+    elif name == "copy_" and isinstance(args[0], Whole) and not args[0]._views and not isinstance(args[1], Whole):
+        value = torch.as_tensor(args[1]).expand(args[0].shape)
+        args[0]._held().copy_(args[0]._table.own_rows(value))
+        args[0]._changed()
+    else:
+        fetched = {id(w): w._fetch() for w in wholes}
+        real = tree_map(lambda x: fetched[id(x)][1] if isinstance(x, Whole) else x, (args, kwargs))
+        out = func(*real[0], **real[1])
+        written = _written(func, args)
+        for w in wholes:
+            if any(w is x for x in written):
+                w._keep(fetched[id(w)][0])
+        if not any(out is fetched[id(w)][1] for w in wholes):
+            return out
+    return None if not func._schema.returns else args[0]
+
+
+def _written(func: Any, args: Any) -> list[Any]:
+    """The arguments that `func` writes to."""
+    written = []
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written += value if isinstance(value, (list, tuple)) else [value]
+    return written

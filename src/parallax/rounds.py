@@ -1,0 +1,344 @@
+"""Rounds: how ranks that may do different things exchange rows and row gradients without ever hanging.
+
+All ranks run the same sequence of rounds. In a round each rank sends to each other rank one header of fixed
+size (what follows, and flags) and back to back its body: ids of rows that it asks for, gradients of rows that
+it brings. Then whoever was asked answers. A rank with nothing to ask still takes part and serves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import struct
+from collections.abc import Callable, Sequence
+
+import torch
+
+from parallax.comm import Comm, ParallaxError
+from parallax.table import Incoming, Push, Table
+
+
+class Flag(enum.IntFlag):
+    """What a rank says of itself in a header."""
+
+    DONE = enum.auto()
+    """This rank has pushed all gradients of its backward."""
+    OUT = enum.auto()
+    """This rank has no more data; it serves."""
+    LEFT = enum.auto()
+    """This rank's program has ended; it serves until all have ended."""
+    FAILED = enum.auto()
+    """This rank has failed; its error is in the store."""
+    NEWS = enum.auto()
+    """This rank saw a parameter used in a way that the plan does not know."""
+    STEP = enum.auto()
+    """This rank is about to run an optimizer and brings what ranks without data need to do the same."""
+
+
+class Want(enum.IntEnum):
+    """What the asked ranks answer with."""
+
+    ROWS = 0
+    """Rows of a table: of its weight, or of another field (`Request.field`)."""
+    NORMS = 1
+    """For each table, its part of a norm of the gradient."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Ask:
+    """Rows of one table wanted from each owner: positions there, the first `num_leased` of them on lease."""
+
+    table: Table
+    positions: list[torch.Tensor]
+    num_leased: list[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What this rank brings to a round."""
+
+    flags: Flag = Flag(0)
+    asks: Sequence[Ask] = ()
+    pushes: Sequence[Push] = ()
+    want: Want = Want.ROWS
+    field: int = 0
+    """Which tensor of a table rows are read from: 0 is the weight; see `Rounds.fields`."""
+    order: float = 2.0
+    """Order of the norm that is wanted."""
+    weight: float = 1.0
+    """How much this rank's gradients count in the mean."""
+    blob: torch.Tensor | None = None
+    """Bytes (uint8) for ranks that are out of data."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Round:
+    """What one round brought; flags and weights are equal on all ranks."""
+
+    flags: list[Flag]
+    weights: list[float]
+    rows: list[list[torch.Tensor]]
+    """Per ask, per owner, the rows asked for, shape (n, width)."""
+    norms: list[torch.Tensor]
+    """Per rank, float64, one part per table; empty if none were wanted."""
+    blobs: list[torch.Tensor]
+
+    @property
+    def closes_step(self) -> bool:
+        """Every rank has either pushed all its gradients or has no data, and not all are without data."""
+        return all(f & (Flag.DONE | Flag.OUT) for f in self.flags) and any(f & Flag.DONE for f in self.flags)
+
+    @property
+    def ends_loop(self) -> bool:
+        return all(f & Flag.OUT for f in self.flags)
+
+
+_FIXED = 9
+_ROUND, _VERSION, _FLAGS, _WEIGHT, _LOOP, _WANT, _FIELD, _ORDER, _BLOB = range(_FIXED)
+_PER_TABLE = 4
+_ASKED, _LEASED, _PUSHED, _PARTIAL = range(_PER_TABLE)
+_NOT_PUSHED = -1
+
+
+class Rounds:
+    """Runs rounds over the tables of a run."""
+
+    def __init__(self, comm: Comm, fields: Callable[[Table], list[torch.Tensor | None]]) -> None:
+        """
+        Args:
+            fields: the tensors of a table that can be read by rows: weight, gradient, optimizer state; each of
+                shape (rows held, ...). Same order on all ranks.
+        """
+        self.comm = comm
+        self.tables: list[Table] = []
+        self.fields = fields
+        self.num_rounds = 0
+        self.version = 0
+        """Number of optimizer steps; ranks that differ in it are not training the same model."""
+        self.loop = 0
+        """Number of loops over sharded data that this rank has started."""
+
+    def run(self, request: Request) -> Round:
+        """One round: every rank calls this once."""
+        headers, bodies = self._pack(request)
+        received, bodies = self.comm.exchange(headers, bodies, self._body_size)
+        self.num_rounds += 1
+        flags = [Flag(h[_FLAGS]) for h in received]
+        self._check(received, flags)
+        unpacked = [self._unpack(source, received[source], bodies[source]) for source in range(len(received))]
+        answers = [self._answer(h, asked) for h, (asked, _) in zip(received, unpacked, strict=True)]
+        sizes = [self._answer_size(request, owner) for owner in range(len(received))]
+        got = self.comm.swap(answers, sizes)
+        rows: list[list[torch.Tensor]] = []
+        norms: list[torch.Tensor] = []
+        if request.want is Want.NORMS:
+            norms = [b.view(torch.float64) for b in got]
+        elif request.asks:
+            rows = self._split_answers(request, got)
+        return Round(
+            flags=flags,
+            weights=[_float(h[_WEIGHT]) for h in received],
+            rows=rows,
+            norms=norms,
+            blobs=[blob for _, blob in unpacked],
+        )
+
+    # -- outgoing -----------------------------------------------------------------------------------
+
+    def _pack(self, request: Request) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        asks = {ask.table: ask for ask in request.asks}
+        pushes = {push.table: push for push in request.pushes}
+        blob = request.blob if request.blob is not None else _no_bytes(self.comm.device)
+        fixed = [
+            self.num_rounds,
+            self.version,
+            int(request.flags),
+            _bits(request.weight),
+            self.loop,
+            int(request.want),
+            request.field,
+            _bits(request.order),
+            blob.numel(),
+        ]
+        headers, bodies = [], []
+        for owner in range(self.comm.world_size):
+            header, pieces = list(fixed), []
+            for table in self.tables:
+                ask, push = asks.get(table), pushes.get(table)
+                asked, leased, pushed, partial = 0, 0, _NOT_PUSHED, 0
+                if ask is not None:
+                    asked, leased = ask.positions[owner].numel(), ask.num_leased[owner]
+                    pieces.append(ask.positions[owner])
+                if push is not None:
+                    positions, grads = push.positions[owner], push.grads[owner]
+                    if push.ids is not None:
+                        asked = push.ids[owner].numel()
+                        pieces.append(push.ids[owner])
+                    pushed, partial = grads.shape[0], int(positions is not None)
+                    if positions is not None:
+                        pieces.append(positions)
+                    pieces.append(grads)
+                header += [asked, leased, pushed, partial]
+            headers.append(header)
+            bodies.append(_join_bytes([*pieces, blob], self.comm.device))
+        return torch.tensor(headers, dtype=torch.int64), bodies
+
+    def _answer_size(self, request: Request, owner: int) -> int:
+        if request.want is Want.NORMS:
+            return 8 * len(self.tables)
+        return sum(
+            _padded(ask.positions[owner].numel() * self._width_bytes(ask.table, request.field))
+            for ask in request.asks
+        )
+
+    def _split_answers(self, request: Request, got: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+        cursors = [_Cursor(buffer) for buffer in got]
+        rows = []
+        for ask in request.asks:
+            field = self._field(ask.table, request.field)
+            width = field.shape[1]
+            per_owner = []
+            for owner, cursor in enumerate(cursors):
+                n = ask.positions[owner].numel()
+                per_owner.append(cursor.take(n * width, field.dtype).view(n, width))
+            rows.append(per_owner)
+        return rows
+
+    # -- incoming -----------------------------------------------------------------------------------
+
+    def _check(self, headers: list[list[int]], flags: list[Flag]) -> None:
+        if any(f & Flag.FAILED for f in flags):
+            raise self.comm.peer_error("another rank failed", patience=2.0)
+        versions = [h[_VERSION] for h in headers]
+        if len(set(versions)) > 1:
+            raise ParallaxError(
+                f"rank {self.comm.rank}: every rank must call optimizer.step() the same number of times, but the "
+                f"ranks have done so {versions} times"
+            )
+        loops = [h[_LOOP] for h in headers]
+        if len(set(loops)) > 1 and any(f & Flag.OUT and not f & Flag.LEFT for f in flags):
+            raise ParallaxError(
+                f"rank {self.comm.rank}: a rank waits at the end of a loop over parallax.shard(...) that others have "
+                f"not entered or have left early; loops started by rank: {loops}. Every rank must run every loop "
+                f"over sharded data to its end"
+            )
+
+    def _body_size(self, header: list[int]) -> int:
+        size = 0
+        for i, table in enumerate(self.tables):
+            asked, _, pushed, partial = header[_FIXED + _PER_TABLE * i :][:_PER_TABLE]
+            size += _padded(asked * table.id_dtype.itemsize)
+            if pushed != _NOT_PUSHED:
+                size += _padded(4 * pushed) * partial + _padded(pushed * table.row_bytes)
+        return size + _padded(header[_BLOB])
+
+    def _unpack(
+        self, source: int, header: list[int], body: torch.Tensor
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """Notes leases and gradients from `source`; returns the positions asked for per table, and its blob."""
+        cursor = _Cursor(body)
+        asked_positions = []
+        for i, table in enumerate(self.tables):
+            asked, leased, pushed, partial = header[_FIXED + _PER_TABLE * i :][:_PER_TABLE]
+            ids = cursor.take(asked, table.id_dtype)
+            if leased:
+                table.leases[source].append(ids[:leased])
+            if pushed != _NOT_PUSHED:
+                leases = table.leases[source]
+                positions = ids if not table.sharded else torch.cat(leases) if leases else ids[:0]
+                if partial:
+                    positions = positions[cursor.take(pushed, torch.int32).long()]
+                grads = cursor.take(pushed * table.width, table.dtype).view(pushed, table.width)
+                table.receive(Incoming(source, positions, grads))
+                table.pushed = True
+            asked_positions.append(ids if table.sharded else ids[:0])
+        return asked_positions, cursor.take(header[_BLOB], torch.uint8)
+
+    def _answer(self, header: list[int], asked: list[torch.Tensor]) -> torch.Tensor:
+        if header[_WANT] == Want.NORMS:
+            order = _float(header[_ORDER])
+            parts = [norm_part(table, order) for table in self.tables]
+            return torch.stack(parts).view(torch.uint8) if parts else _no_bytes(self.comm.device)
+        pieces = [
+            self._field(table, header[_FIELD])[positions.long()]
+            for table, positions in zip(self.tables, asked, strict=True)
+            if positions.numel()
+        ]
+        return _join_bytes(pieces, self.comm.device)
+
+    def _field(self, table: Table, field: int) -> torch.Tensor:
+        """Field number `field` of the rows held here, shape (rows held, elements of a row)."""
+        value = self.fields(table)[field]
+        if value is None:
+            raise ParallaxError(f"rank {self.comm.rank}: {table.name!r} has no field {field} to read here")
+        dense = value.to_dense() if value.layout == torch.sparse_coo else value
+        return table.flat(dense) if dense.shape[1:] == table.row_shape else dense.reshape(dense.shape[0], -1)
+
+    def _width_bytes(self, table: Table, field: int) -> int:
+        value = self._field(table, field)
+        return value.shape[1] * value.dtype.itemsize
+
+
+def norm_part(table: Table, order: float) -> torch.Tensor:
+    """This rank's part of the norm of a table's gradient: a float64 scalar; `join_norms` joins the parts."""
+    grad = table.grad
+    if grad is None:
+        return torch.zeros((), dtype=torch.float64, device=table.device)
+    if grad.layout == torch.sparse_coo:
+        grad = grad.coalesce().values()
+    if not grad.numel():
+        empty = float("inf") if order == -float("inf") else 0.0
+        return torch.full((), empty, dtype=torch.float64, device=table.device)
+    norm = torch.linalg.vector_norm(grad, order, dtype=torch.promote_types(grad.dtype, torch.float32)).double()
+    return norm if order in (0.0, float("inf"), -float("inf")) else norm**order
+
+
+def join_norms(parts: torch.Tensor, order: float) -> torch.Tensor:
+    """The norm of a whole gradient from the parts of all ranks, shape (world size,)."""
+    if order == float("inf"):
+        return parts.max()
+    if order == -float("inf"):
+        return parts.min()
+    return parts.sum() if order == 0 else parts.sum() ** (1.0 / order)
+
+
+class _Cursor:
+    """Reads a body piece by piece; pieces start at multiples of 8 bytes."""
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self._buffer, self._at = buffer, 0
+
+    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        num_bytes = numel * dtype.itemsize
+        piece = self._buffer[self._at : self._at + num_bytes].view(dtype)
+        self._at += _padded(num_bytes)
+        return piece
+
+
+def _padded(num_bytes: int) -> int:
+    return -(-num_bytes // 8) * 8
+
+
+def _no_bytes(device: torch.device) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=device)
+
+
+def _join_bytes(pieces: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    flat: list[torch.Tensor] = []
+    for piece in pieces:
+        if piece.numel():
+            flat.append(piece.contiguous().reshape(-1).view(torch.uint8))
+            missing = -flat[-1].numel() % 8
+            if missing:
+                flat.append(torch.zeros(missing, dtype=torch.uint8, device=device))
+    if not flat:
+        return _no_bytes(device)
+    return flat[0] if len(flat) == 1 else torch.cat(flat)
+
+
+def _bits(value: float) -> int:
+    return int(struct.unpack("<q", struct.pack("<d", value))[0])
+
+
+def _float(bits: int) -> float:
+    return float(struct.unpack("<d", struct.pack("<q", bits))[0])

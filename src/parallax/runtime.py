@@ -1,0 +1,797 @@
+"""A run: the phases of a training step on this rank, and what happens when ranks part ways.
+
+    forward    lookups on tables wait until a result is needed, then share a round (`lookup`)
+    backward   dense gradients leave in buckets (`dense`); row gradients collect in their tables
+    closing    rounds until every rank is done (`rounds`); then `.grad` is what one device would have
+    step       the user's optimizer runs, on the rows that live here
+    serving    this rank has no data, or has ended: it answers the others and repeats their steps
+
+`distribute` makes one `Runtime` for a model; the hooks below are its only way into the user's program.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import enum
+import functools
+import io
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_flatten
+
+from parallax.comm import Comm, ParallaxError, PeerError
+from parallax.config import Config
+from parallax.dense import Contribution, DenseGradients
+from parallax.lookup import Lookups
+from parallax.optimizer import Rowwise, cut_state, probe, whole_state
+from parallax.parameter import ShardedParameter, WatchedParameter, WholeReads, adopt, release
+from parallax.plan import ParameterProfile, Placement, Plan, Use
+from parallax.planner import make_plan
+from parallax.rounds import Flag, Request, Round, Rounds
+from parallax.table import Partitioning, Table
+
+ANNOUNCE_SECONDS = 5.0
+"""How long a rank that failed waits for the others to come and hear of it."""
+
+
+class Phase(enum.Enum):
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    CLOSING = "closing"
+    STEPPING = "stepping"
+    SERVING = "serving"
+    ENDED = "ended"
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """Counters of this rank since `distribute`; the difference of two is what happened in between."""
+
+    num_steps: int = 0
+    """Backward passes that were exchanged."""
+    num_rounds: int = 0
+    round_header_bytes: int = 0
+    """Bytes sent in headers of rounds; per round they depend on the number of tables and ranks alone."""
+    table_bytes: int = 0
+    """Bytes sent for tables: ids, rows and row gradients."""
+    dense_bytes: int = 0
+    """Bytes sent for dense gradients, by a ring AllReduce."""
+
+    def __sub__(self, other: Traffic) -> Traffic:
+        return Traffic(*(getattr(self, f.name) - getattr(other, f.name) for f in dataclasses.fields(self)))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Seen:
+    """What one rank saw of one parameter in a step."""
+
+    use: Use
+    num_rows_touched: int
+    dense_gradient: bool
+    sparse_grad: bool
+
+
+_current: Runtime | None = None
+
+
+def current() -> Runtime | None:
+    """The run of this process, if `distribute` was called."""
+    return _current
+
+
+class Runtime:
+    """One model in training on all ranks."""
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], config: Config) -> None:
+        global _current
+        self.model, self.config = model, config
+        self.names = {p: name for name, p in model.named_parameters()}
+        self.comm = Comm(_device(model), config.timeout)
+        self.phase = Phase.FORWARD
+        self.failed: BaseException | None = None
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self._rowwise: dict[tuple[int, str], Rowwise] = {}
+        self._unhook: list[Callable[[], Any]] = []
+
+        self.rounds = Rounds(self.comm, self._fields)
+        self.lookups = Lookups(
+            self._run_round,
+            on_backward=self._on_backward,
+            on_samples=self._on_samples,
+            on_use=self._on_use,
+            fail=self.fail,
+        )
+        self.reads = WholeReads(self.lookups, self._run_round, lambda: self.rounds.tables, self._on_change)
+
+        self._before: dict[nn.Parameter, torch.Tensor] = {}
+        self._sparse: set[nn.Parameter] = set()
+        """Bucketed parameters whose gradients are COO tensors."""
+        self.dense = self._buckets([])
+        self._loose: dict[nn.Parameter, None] = {}
+        """Parameters with a dense gradient that are in no bucket yet, in the order of arrival."""
+        self._num_steps = 0
+        self._samples, self._samples_known, self._batch_samples = 1.0, False, False
+        self._reference_samples: float | None = None
+        """The usual batch of a rank: weights are relative to it, so that they are usually 1."""
+        self._uneven = False
+        """A rank was out of data in the latest step: rounds are needed, and steps repeated there."""
+        self._stepped = False
+        """An optimizer ran since the latest backward."""
+
+        self.tables: dict[str, Table] = {}
+        self._order: list[str] = []
+        """Names of dense parameters in the order in which their gradients arrive."""
+        self.profiles: dict[str, ParameterProfile] = {}
+        self._undecided = False
+        """What was seen is agreed, and waits for `_settle`."""
+        self.plan = self._first_plan()
+        _current = self
+        if self.comm.world_size == 1:
+            for p, name in self.names.items():
+                if p.is_meta:
+                    self._make_rows(Table(name, p, rank=0, world_size=1, device=self.comm.device), (0,))
+            return
+        with self._failing():
+            self._check_same_model()
+            self.comm.broadcast([p.data for p in self.names if not p.is_meta] + [b for b in model.buffers()])
+            self._adopt_parameters()
+            for optimizer in optimizers:
+                self._know(optimizer)
+        self._hook_in()
+
+    # -- start --------------------------------------------------------------------------------------
+
+    def _first_plan(self) -> Plan:
+        for p, name in self.names.items():
+            plain = type(p) is nn.Parameter and p.dim() > 0 and p.is_floating_point()
+            self.profiles[name] = ParameterProfile(
+                name=name,
+                shape=tuple(p.shape),
+                itemsize=p.dtype.itemsize,
+                use=Use.NONE if plain or not p.requires_grad else Use.DENSE,
+                trainable=p.requires_grad,
+                meta=p.is_meta,
+            )
+        return make_plan(list(self.profiles.values()), world_size=self.comm.world_size, config=self.config)
+
+    def _check_same_model(self) -> None:
+        mine = [(p.name, p.shape, p.itemsize, p.trainable) for p in self.profiles.values()]
+        for other, theirs in enumerate(self.comm.all_gather(mine)):
+            if theirs != mine:
+                differing = [(a, b) for a, b in zip(mine, theirs, strict=False) if a != b]
+                example = f"{differing[0][0]} here, {differing[0][1]} there" if differing else "its number of parameters"
+                raise ParallaxError(
+                    f"rank {self.comm.rank}: the model differs from that of rank {other}: {example}. "
+                    f"Every rank must build the same model"
+                )
+
+    def _adopt_parameters(self) -> None:
+        for p, name in self.names.items():
+            profile, plan = self.profiles[name], self.plan[name]
+            if profile.use is Use.DENSE:
+                self._order.append(name)
+            else:
+                table = Table(
+                    name, p, rank=self.comm.rank, world_size=self.comm.world_size, device=self.comm.device
+                )
+                table.placement = plan.placement
+                self.tables[name] = table
+                if plan.placement is Placement.SHARDED:
+                    self._make_rows(table, plan.owners)
+                    adopt(p, ShardedParameter, table, self.lookups, self.reads)
+                else:
+                    adopt(p, WatchedParameter, table, self.lookups, self.reads)
+            if p.requires_grad and plan.placement is not Placement.SHARDED:
+                self._hook_parameter(p)
+        self._refresh()
+
+    def _make_rows(self, table: Table, owners: Sequence[int]) -> None:
+        """Makes this rank's rows of a table that was built on the meta device."""
+        table.partitioning = Partitioning(table.num_rows, owners, self.comm.world_size, self.comm.device)
+        rows = torch.empty((table.num_held, *table.row_shape), dtype=table.dtype, device=self.comm.device)
+        module, attribute = _holder(self.model, table.name)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(torch.initial_seed() + 1 + self.comm.rank)  # ranks fill different rows
+            if self.config.init is not None:
+                self.config.init(table.name, rows)
+            elif isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and attribute == "weight":
+                rows.normal_()
+                if module.padding_idx is not None:
+                    rows[table.partitioning.rows_of(self.comm.rank) == module.padding_idx] = 0
+            else:
+                raise ParallaxError(
+                    f"rank {self.comm.rank}: {table.name!r} was built on the meta device and is not the weight of an "
+                    f"nn.Embedding; say how its rows are filled: Config(init=function_of_name_and_rows)"
+                )
+        torch.utils.swap_tensors(table.parameter, nn.Parameter(rows, table.parameter.requires_grad))
+
+    def _hook_parameter(self, p: nn.Parameter) -> None:
+        def before_accumulating(grad: torch.Tensor) -> None:
+            if p.grad is not None and self.phase is not Phase.ENDED:  # reduced by an earlier backward: kept apart
+                self._before[p] = self._before.get(p, p.grad)
+                p.grad = None
+
+        with torch._C.DisableTorchFunctionSubclass():
+            self._unhook.append(p.register_hook(before_accumulating).remove)
+            self._unhook.append(p.register_post_accumulate_grad_hook(self._on_dense_gradient).remove)
+
+    def _hook_in(self) -> None:
+        self._unhook += [
+            register_optimizer_step_pre_hook(self._pre_step).remove,
+            register_optimizer_step_post_hook(self._post_step).remove,
+            self.model.register_forward_pre_hook(self._pre_forward, with_kwargs=True).remove,
+        ]
+        for module in self.model.modules():
+            hook = functools.partial(self._post_state_dict)  # torch marks the hook: it has to be an object of its own
+            self._unhook.append(module.register_state_dict_post_hook(hook).remove)
+        previous = sys.excepthook
+
+        def on_uncaught(kind: Any, error: Any, traceback: Any) -> None:
+            if isinstance(error, PeerError):
+                print(f"parallax: {error}", file=sys.stderr, flush=True)
+                return
+            if not issubclass(kind, KeyboardInterrupt):
+                print(f"parallax: rank {self.comm.rank} failed:", file=sys.stderr, flush=True)
+            previous(kind, error, traceback)
+            sys.stderr.flush()
+            if not issubclass(kind, KeyboardInterrupt):
+                self._announce(error)
+            self.phase = Phase.ENDED
+
+        sys.excepthook = on_uncaught
+        atexit.register(self._leave_at_exit)
+
+        def restore() -> None:
+            atexit.unregister(self._leave_at_exit)
+            if sys.excepthook is on_uncaught:
+                sys.excepthook = previous
+
+        self._unhook.append(restore)
+
+    # -- forward ------------------------------------------------------------------------------------
+
+    def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self.phase is Phase.FORWARD:
+            self._settle()
+        for value in tree_flatten((args, kwargs))[0]:
+            if isinstance(value, torch.Tensor) and value.dim():
+                self._on_samples(value.shape[0])
+                return
+
+    def _on_samples(self, num_samples: int) -> None:
+        """The first tensor that a step's forward sees tells how many samples this rank has."""
+        if torch.is_grad_enabled() and not self._samples_known:
+            self._samples, self._samples_known = float(num_samples), True
+
+    def _on_use(self, table: Table, lookup: bool) -> None:
+        """A parameter is used: what waits for the end of a step happens now."""
+        if self.failed is not None:
+            raise ParallaxError(f"rank {self.comm.rank}: this run has failed before: {self.failed}")
+        if lookup and self.phase is Phase.STEPPING:
+            self.fail(ParallaxError(f"{table.name!r} is looked up inside an optimizer step, or after one that failed"))
+        if table.placement is Placement.LOCAL and table.parameter.requires_grad:  # no longer frozen
+            table.placement = Placement.WATCHED
+            profile = self.profiles[table.name]
+            self.profiles[table.name] = dataclasses.replace(profile, trainable=True)
+            self._hook_parameter(table.parameter)
+        if lookup and self.phase is Phase.FORWARD:
+            self._settle()
+
+    # -- backward -----------------------------------------------------------------------------------
+
+    def _on_dense_gradient(self, p: nn.Parameter) -> None:
+        if self.phase is Phase.ENDED:
+            return
+        if p in self.dense:
+            self.dense.ready(p, self._contribution())
+        else:
+            self._loose[p] = None
+        self._on_backward()
+
+    def _on_backward(self) -> None:
+        if self.phase is not Phase.BACKWARD:
+            self.phase = Phase.BACKWARD
+            torch.autograd.Variable._execution_engine.queue_callback(self._close)
+
+    def _close(self) -> None:
+        """The end of a backward pass: from here on `.grad` means what it means on one device."""
+        if torch._C._current_autograd_node() is not None:
+            self.fail(
+                NotImplementedError(
+                    "parallax does not support a backward pass inside a backward pass, as "
+                    "checkpoint(..., use_reentrant=True) makes; use checkpoint(..., use_reentrant=False)"
+                )
+            )
+        self.phase = Phase.CLOSING
+        with self._failing():
+            self._settle()
+            for p in [p for p in self._loose if p in self.dense]:
+                del self._loose[p]
+                self.dense.ready(p, self._contribution())
+            self.reads.forget()
+            self.lookups.flush()
+            tables = self._exchanged()
+            for table in tables:
+                stale = table.stale_keys()
+                if stale is not None:
+                    self.lookups.lease_keys(table, stale)
+            pushes = [push for table in tables if (push := table.collect()) is not None]
+            if self._needs_rounds():
+                news = self._news()
+                request = Request(flags=Flag.DONE | news, pushes=pushes, weight=self._samples)
+                closing = self._run_round(request)
+                while not closing.closes_step:
+                    closing = self._run_round(dataclasses.replace(request, pushes=()))
+                self._finish_step(closing)
+            else:
+                self._finish_dense(self._contribution())
+        self._samples_known = self._batch_samples
+        self._stepped = False
+        self.phase = Phase.FORWARD
+
+    def _news(self) -> Flag:
+        seen = any(t.placement is Placement.WATCHED and t.use is not Use.NONE for t in self.tables.values())
+        return Flag.NEWS if seen or self._loose else Flag(0)
+
+    def _finish_step(self, closing: Round) -> None:
+        """All gradients of all ranks have been sent: makes `.grad`."""
+        if self._reference_samples is None:
+            self._reference_samples = max(closing.weights) or 1.0
+        contribution = self._contribution()
+        self._uneven = any(f & Flag.OUT for f in closing.flags)
+        if any(f & Flag.NEWS for f in closing.flags):
+            self._agree(contribution)
+        self._finish_dense(contribution)
+        active = [w if not f & Flag.OUT else 0.0 for w, f in zip(closing.weights, closing.flags, strict=True)]
+        total = sum(active) if self.config.reduction == "mean" else 1.0
+        equal = total == len(active) * active[0]
+        for table in self._exchanged():
+            if self.config.reduction == "sum":
+                scales = [float(w > 0) for w in active]
+            else:
+                scales = [1 / len(active)] * len(active) if equal else [w / (total or 1.0) for w in active]
+            table.finish_gradient(scales)
+
+    def _finish_dense(self, contribution: Contribution) -> None:
+        totals = self.dense.finish(contribution)
+        self._num_steps += 1
+        if totals is not None and totals.num_out:
+            self._uneven = True
+        for p, earlier in self._before.items():
+            if p.grad is None:
+                p.grad = earlier
+        self._before.clear()
+
+    def _contribution(self) -> Contribution:
+        if self.phase is Phase.SERVING:
+            return Contribution(scale=0.0, weight=0.0, out=True)
+        weight = self._samples / (self._reference_samples or 1.0)
+        scale = weight / self.comm.world_size if self.config.reduction == "mean" else float(self._samples > 0)
+        return Contribution(scale=scale, weight=weight, out=False)
+
+    # -- the plan -----------------------------------------------------------------------------------
+
+    def _agree(self, contribution: Contribution) -> None:
+        """Puts together what all ranks saw in this step, and reduces gradients that have no bucket yet."""
+        mine = {
+            name: _Seen(t.use, t.num_rows_touched, t.parameter in self._loose, t.sparse_grad)
+            for name, t in self.tables.items()
+        }
+        order = [self.names[p] for p in self._loose]
+        everyone = self.comm.all_gather((mine, order))
+        loose = {name: None for _, names in everyone for name in names}  # rank 0's order first
+        parameters = {name: p for p, name in self.names.items()}
+        ad_hoc = self._buckets([parameters[name] for name in loose])
+        for p in self._loose:
+            ad_hoc.ready(p, contribution)
+        ad_hoc.finish(contribution)
+        self._loose.clear()
+        self._order += [name for name in loose if name not in self._order]
+        for name, table in self.tables.items():
+            seen = [m[name] for m, _ in everyone]
+            for s in seen:
+                table.use |= s.use
+                table.sparse_grad |= s.sparse_grad
+                if s.dense_gradient:
+                    table.use |= Use.DENSE
+            if table.placement is Placement.WATCHED or table.use & Use.DENSE:
+                self.profiles[name] = dataclasses.replace(
+                    self.profiles[name],
+                    use=table.use,
+                    num_rows_touched=sum(s.num_rows_touched for s in seen) / len(seen),
+                )
+        self._undecided = not self._uneven  # while a rank serves, all keep the plan that they have
+
+    def _settle(self) -> None:
+        """Makes the plan from what was agreed and applies it; the same on all ranks, without a message."""
+        if not self._undecided:
+            return
+        self._undecided = False
+        for name, table in self.tables.items():
+            if table.placement is Placement.WATCHED:
+                found = self._how_updated(table)
+                refused = [r for r in found if not r.by_rows]
+                self.profiles[name] = dataclasses.replace(self.profiles[name], rowwise=not refused)
+        plan = make_plan(list(self.profiles.values()), world_size=self.comm.world_size, config=self.config)
+        for name, table in list(self.tables.items()):
+            decided = plan[name]
+            if table.placement is decided.placement or table.sharded:
+                continue
+            table.placement = decided.placement
+            if decided.placement is Placement.SHARDED:
+                self._shard(table, decided.owners)
+            elif decided.placement is Placement.ALLREDUCE:
+                release(table.parameter)
+                if table.sparse_grad and Use.DENSE not in table.use:
+                    self._sparse.add(table.parameter)
+                del self.tables[name]
+                if name not in self._order:
+                    self._order.append(name)
+        self.plan = plan
+        self._refresh()
+
+    def _shard(self, table: Table, owners: Sequence[int]) -> None:
+        table.partitioning = Partitioning(table.num_rows, owners, self.comm.world_size, self.comm.device)
+        grad = table.grad
+        if grad is not None:
+            table.grad = None
+        for optimizer in self._optimizers_of(table):
+            cut_state(optimizer, table, self._row_keys(optimizer, table))
+        rows = table.own_rows(table.data)
+        with torch._C.DisableTorchFunctionSubclass():
+            table.parameter.data = rows
+        if grad is not None:
+            kept = table.own_rows(grad)
+            table.grad = kept.coalesce() if kept.layout == torch.sparse_coo else kept
+        table.forget_leases()
+        adopt(table.parameter, ShardedParameter, table, self.lookups, self.reads)
+
+    def _refresh(self) -> None:
+        """Buckets and rounds for the plan as it is."""
+        self.rounds.tables = list(self.tables.values())
+        parameters = {name: p for p, name in self.names.items()}
+        bucketed = [parameters[name] for name in self._order if name not in self.tables]
+        if [id(p) for b in self.dense.buckets for p in b.parameters] != [id(p) for p in bucketed]:
+            self.dense = self._buckets(bucketed)
+
+    def _buckets(self, parameters: Sequence[nn.Parameter]) -> DenseGradients:
+        return DenseGradients(
+            self.comm,
+            parameters,
+            bucket_bytes=self.config.bucket_mb * 2**20,
+            mean=self.config.reduction == "mean",
+            sparse=self._sparse,
+            before=self._before,
+        )
+
+    def _exchanged(self) -> list[Table]:
+        """Tables whose row gradients travel."""
+        return [t for t in self.tables.values() if t.placement is not Placement.LOCAL]
+
+    def _needs_rounds(self) -> bool:
+        return self._uneven or any(t.parameter.requires_grad or t.sharded for t in self._exchanged())
+
+    # -- optimizers ---------------------------------------------------------------------------------
+
+    def _know(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether `optimizer` updates this model; hooks into its state the first time that it is seen."""
+        if any(o is optimizer for o in self.optimizers):
+            return True
+        if not any(p in self.names for group in optimizer.param_groups for p in group["params"]):
+            return False
+        self.optimizers.append(optimizer)
+        self._unhook += [
+            optimizer.register_state_dict_post_hook(self._post_optimizer_state_dict).remove,
+            optimizer.register_load_state_dict_post_hook(self._cut_states).remove,
+        ]
+        return True
+
+    def _pre_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        if self.phase is Phase.ENDED or not self._know(optimizer):
+            return None
+        with self._failing():
+            self.lookups.flush()
+            if self._uneven and self.phase is not Phase.SERVING:
+                self._share_step(optimizer)
+            for table in self.tables.values():
+                if table.sharded and optimizer in self._optimizers_of(table):
+                    how = self._rowwise_of(optimizer, table)
+                    if not how.by_rows:
+                        raise ParallaxError(
+                            f"rank {self.comm.rank}: {table.name!r} is spread by rows, but {how.reason}. Pass this "
+                            f"optimizer to parallax.distribute(model, optimizer), which then keeps the table whole"
+                        )
+            self._cut_states(optimizer)
+        self.rounds.version += 1
+        previous, self.phase = self.phase, Phase.STEPPING
+        self._resume_phase = previous
+        self.lookups.stepping = True
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            return None
+
+        def outside_step(*a: Any, **k: Any) -> Any:
+            """The closure runs forward and backward: there, tables are whole."""
+            self._leave_step(optimizer)
+            try:
+                return closure(*a, **k)
+            finally:
+                self.phase, self.lookups.stepping = Phase.STEPPING, True
+
+        if len(args) > 1:
+            return (args[0], outside_step, *args[2:]), kwargs
+        return args, {**kwargs, "closure": outside_step}
+
+    def _post_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self.phase is Phase.STEPPING and any(o is optimizer for o in self.optimizers):
+            self._leave_step(optimizer)
+            self.phase = self._resume_phase
+            self._stepped = True
+
+    def _leave_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.phase, self.lookups.stepping = Phase.FORWARD, False
+        for table in self.tables.values():
+            if table.sharded and optimizer in self._optimizers_of(table):
+                table.forget_leases()
+
+    def _optimizers_of(self, table: Table) -> list[torch.optim.Optimizer]:
+        p = table.parameter
+        return [o for o in self.optimizers if any(q is p for group in o.param_groups for q in group["params"])]
+
+    def _rowwise_of(self, optimizer: torch.optim.Optimizer, table: Table) -> Rowwise:
+        number = next(i for i, o in enumerate(self.optimizers) if o is optimizer)
+        if (number, table.name) not in self._rowwise:
+            self._rowwise[number, table.name] = probe(optimizer, table)
+        return self._rowwise[number, table.name]
+
+    def _how_updated(self, table: Table) -> list[Rowwise]:
+        return [self._rowwise_of(optimizer, table) for optimizer in self._optimizers_of(table)]
+
+    def _row_keys(self, optimizer: torch.optim.Optimizer, table: Table) -> frozenset[str]:
+        return self._rowwise_of(optimizer, table).keys
+
+    def _cut_states(self, optimizer: torch.optim.Optimizer) -> None:
+        for table in self.tables.values():
+            if table.sharded and optimizer in self._optimizers_of(table):
+                cut_state(optimizer, table, self._row_keys(optimizer, table))
+
+    # -- state --------------------------------------------------------------------------------------
+
+    def _fields(self, table: Table) -> list[torch.Tensor | None]:
+        fields: list[torch.Tensor | None] = [table.data, table.grad]
+        for optimizer in self._optimizers_of(table):
+            state = optimizer.state.get(table.parameter, {})
+            fields += [state.get(key) for key in sorted(self._row_keys(optimizer, table))]
+        return fields
+
+    def _post_state_dict(self, module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any) -> None:
+        """Tables are whole, plain tensors in a state dict."""
+        for name, p in module._parameters.items():
+            if isinstance(p, ShardedParameter) and prefix + name in state_dict:
+                kept = state_dict[prefix + name]
+                if not isinstance(kept, nn.Parameter):
+                    state_dict[prefix + name] = self.reads.whole(p._table, "data")
+
+    def _post_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state_dict: Any) -> Any:
+        def read(table: Table, key: str) -> torch.Tensor:
+            field = 2
+            for o in self._optimizers_of(table):
+                keys = sorted(self._row_keys(o, table))
+                if o is optimizer:
+                    value = optimizer.state[table.parameter][key]
+                    whole = self.lookups.read_whole(table, field + keys.index(key))
+                    whole = whole.view(table.num_rows, *value.shape[1:])
+                    return whole.to_sparse(1) if value.layout == torch.sparse_coo else whole
+                field += len(keys)
+            raise AssertionError("an optimizer's own table is among its tables")
+
+        sharded = {t.parameter: t for t in self.tables.values() if t.sharded}
+        return whole_state(optimizer, state_dict, sharded, lambda t: self._row_keys(optimizer, t), read)
+
+    def _on_change(self, table: Table) -> None:
+        self.rounds.version += 1
+        table.forget_leases()
+
+    # -- rounds and failures ------------------------------------------------------------------------
+
+    def _run_round(self, request: Request) -> Round:
+        if self.phase is Phase.SERVING and not request.flags & Flag.OUT:
+            raise AssertionError("a rank that serves asks for nothing")
+        try:
+            return self.rounds.run(request)
+        except PeerError as error:
+            self.failed = error
+            self.phase = Phase.ENDED
+            raise
+        except ParallaxError as error:  # raised from the same headers on every rank
+            self.failed = error
+            self.phase = Phase.ENDED
+            raise
+
+    def fail(self, error: BaseException) -> None:
+        """Tells the other ranks of `error`, then raises it."""
+        self._announce(error)
+        raise error
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        """An exception in here is everyone's."""
+        try:
+            yield
+        except BaseException as error:
+            if self.failed is None:
+                self._announce(error)
+            raise
+
+    def _announce(self, error: BaseException) -> None:
+        if self.failed is not None or self.comm.world_size == 1:
+            return
+        self.failed = error
+        self.comm.report_failure(error)
+        if self._needs_rounds() and self.phase is not Phase.ENDED:
+            # The others hear of it in their next round; a thread, because they may take long to come.
+            def tell() -> None:
+                with contextlib.suppress(Exception):
+                    self.rounds.run(Request(flags=Flag.FAILED))
+
+            thread = threading.Thread(target=tell, daemon=True)
+            thread.start()
+            thread.join(ANNOUNCE_SECONDS)
+        self.phase = Phase.ENDED
+
+    # -- ranks that part ways -----------------------------------------------------------------------
+
+    def begin_loop(self) -> None:
+        """This rank starts a loop over sharded data."""
+        self.rounds.loop += 1
+
+    def batch(self, num_samples: int) -> None:
+        """This rank's loop gets a batch of so many samples."""
+        self._samples, self._samples_known, self._batch_samples = float(num_samples), True, True
+
+    def drain(self) -> None:
+        """This rank's loop has no more data: serves until every rank's has ended."""
+        self._batch_samples = self._samples_known = False
+        if self.comm.world_size > 1 and self.phase is not Phase.ENDED:
+            self._serve(Flag.OUT)
+
+    def _serve(self, flags: Flag) -> None:
+        with self._failing():
+            self._settle()
+            self.lookups.flush()
+            self.phase = Phase.SERVING
+            if self._stepped:
+                self._drop_gradients()
+            while True:
+                if self._needs_rounds():
+                    now = self._run_round(Request(flags=flags, weight=0.0))
+                    if all(f & flags == flags for f in now.flags):
+                        break
+                    if now.closes_step:
+                        self.reads.forget()
+                        self._finish_step(now)
+                    elif any(f & Flag.STEP for f in now.flags):
+                        self._repeat_step(now)
+                elif flags & Flag.LEFT:  # without tables, nobody needs a rank that has ended
+                    break
+                else:
+                    totals = self.dense.finish(self._contribution())
+                    if totals is None or totals.num_out == self.comm.world_size:
+                        break
+                    self._uneven = True
+            self._uneven = False
+            self.phase = Phase.FORWARD
+
+    def _share_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Brings ranks without data what they need to run the same optimizer step."""
+        number = next(i for i, o in enumerate(self.optimizers) if o is optimizer)
+        for table in self.tables.values():
+            if table.placement in (Placement.SHARDED,) and table.name in self.reads.unrepeatable:
+                raise ParallaxError(
+                    f"rank {self.comm.rank}: the gradient of {table.name!r} was changed in a way that ranks without "
+                    f"data cannot repeat; use drop_last=True, or change gradients by numbers only"
+                )
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p in self.names]
+        step = {
+            "optimizer": number,
+            "groups": [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups],
+            "grads": {
+                self.names[p]: None if p.grad is None else p.grad
+                for p in parameters
+                if not isinstance(p, ShardedParameter)
+            },
+            "tables": {
+                self.names[p]: None if p.grad is None else self.reads.changes.get(self.names[p], [])
+                for p in parameters
+                if isinstance(p, ShardedParameter)
+            },
+        }
+        file = io.BytesIO()
+        torch.save(step, file)
+        blob = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8).to(self.comm.device)
+        self._run_round(Request(flags=Flag.STEP, weight=self._samples, blob=blob))
+
+    def _repeat_step(self, now: Round) -> None:
+        source = next(r for r, f in enumerate(now.flags) if f & Flag.STEP)
+        step = torch.load(io.BytesIO(now.blobs[source].cpu().numpy().tobytes()), weights_only=False)
+        if step["optimizer"] >= len(self.optimizers):
+            raise ParallaxError(
+                f"rank {self.comm.rank} ran out of data before its first optimizer step and does not know the "
+                f"optimizer; pass it to parallax.distribute(model, optimizer)"
+            )
+        optimizer = self.optimizers[step["optimizer"]]
+        for group, settings in zip(optimizer.param_groups, step["groups"], strict=True):
+            group.update(settings)
+        parameters = {name: p for p, name in self.names.items()}
+        for name, grad in step["grads"].items():
+            p = parameters[name]
+            p.grad = None if grad is None else grad.to(p.device)
+        for name, changes in step["tables"].items():
+            table = self.tables[name]
+            if changes is None:
+                table.grad = None
+                continue
+            if table.grad is None:
+                table.grad = torch.zeros_like(table.data)
+            for change in changes:
+                change.repeat(table.grad)
+        optimizer.step()
+        self._drop_gradients()
+
+    def _drop_gradients(self) -> None:
+        """Gradients that have been stepped with do not add to those of the next step."""
+        for p in self.names:
+            with torch._C.DisableTorchFunctionSubclass():
+                p.grad = None
+        self._stepped = False
+
+    def _leave_at_exit(self) -> None:
+        try:
+            self.leave()
+        except ParallaxError as error:
+            import os
+
+            print(f"parallax: {error}", file=sys.stderr, flush=True)
+            os._exit(1)
+
+    def leave(self) -> None:
+        """This rank's program ends: serves until all have ended, then gives everything back."""
+        global _current
+        try:
+            if self.comm.world_size > 1 and self.phase is not Phase.ENDED and self.failed is None:
+                self._serve(Flag.OUT | Flag.LEFT)
+        finally:
+            self.phase = Phase.ENDED
+            for undo in self._unhook:
+                undo()
+            self._unhook.clear()
+            self.comm.close()
+            if _current is self:
+                _current = None
+
+    def explain(self) -> Plan:
+        return self.plan
+
+    def traffic(self) -> Traffic:
+        sent = self.comm.sent
+        return Traffic(self._num_steps, self.rounds.num_rounds, sent.headers, sent.tables, sent.dense)
+
+
+def _device(model: nn.Module) -> torch.device:
+    devices = {p.device for p in model.parameters() if not p.is_meta}
+    if len(devices) > 1:
+        raise ParallaxError(f"the model's parameters are on several devices ({devices}); parallax needs one per worker")
+    return devices.pop() if devices else torch.device("cpu")
+
+
+def _holder(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    path, _, attribute = name.rpartition(".")
+    return model.get_submodule(path), attribute

@@ -1,0 +1,343 @@
+"""A looked-up parameter: where its rows live, which rows this rank has leased, how row gradients add up.
+
+Nothing here communicates: `rounds` moves what a table asks for and brings. Rows are flattened to a `width`
+(elements of one row), whatever the shape of a row is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from parallax.plan import Placement, Use
+
+SKIPPED = -1
+"""In the slots of a contribution: this gradient belongs to no row (padding)."""
+
+
+class Partitioning:
+    """Row r lives in partition r mod P, and partition p on rank `owners[p]`: plain arithmetic, no table of rows.
+
+    A row's *key* is owner * stride + its position among the owner's rows: sorting keys groups rows by owner.
+    """
+
+    def __init__(self, num_rows: int, owners: Sequence[int], world_size: int, device: torch.device) -> None:
+        self.num_partitions = len(owners)
+        self.owners = tuple(owners)
+        sizes = [max(0, -(-(num_rows - p) // self.num_partitions)) for p in range(self.num_partitions)]
+        self.num_held = [0] * world_size
+        starts = []
+        for owner, size in zip(owners, sizes, strict=True):
+            starts.append(self.num_held[owner])
+            self.num_held[owner] += size
+        self.stride = max(1, *self.num_held)
+        self._sizes = sizes
+        self._starts = torch.tensor(
+            [owner * self.stride + start for owner, start in zip(owners, starts, strict=True)], device=device
+        )
+        self._bounds = torch.arange(1, world_size, device=device) * self.stride
+
+    def keys(self, ids: torch.Tensor) -> torch.Tensor:
+        """Keys (int64) of rows `ids` (int64, each in range), same shape."""
+        return self._starts[ids % self.num_partitions] + ids // self.num_partitions
+
+    def rows_of(self, rank: int) -> torch.Tensor:
+        """The rows (int64) that `rank` holds, in the order in which it holds them."""
+        pieces = [
+            torch.arange(size, device=self._starts.device) * self.num_partitions + p
+            for p, (owner, size) in enumerate(zip(self.owners, self._sizes, strict=True))
+            if owner == rank
+        ]
+        return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64, device=self._starts.device)
+
+    def split(self, keys: torch.Tensor) -> list[int]:
+        """Where sorted `keys` change their owner: world size + 1 positions, from 0 to len(keys)."""
+        cuts = torch.searchsorted(keys, self._bounds).tolist()
+        return [0, *cuts, keys.numel()]
+
+    def positions(self, keys: torch.Tensor, owner: int) -> torch.Tensor:
+        """Positions among the owner's rows, in the smallest dtype that holds them (they travel)."""
+        dtype = torch.int32 if self.stride <= torch.iinfo(torch.int32).max else torch.int64
+        return (keys - owner * self.stride).to(dtype)
+
+
+class Window:
+    """The rows that this rank has leased since the weights last changed: no row is asked for twice.
+
+    Slots number the leased rows in the order of their arrival; that order is also the owners' (`leases`), so a
+    gradient can travel without its ids.
+    """
+
+    def __init__(self, table: Table) -> None:
+        self.table = table
+        self.keys = torch.empty(0, dtype=torch.int64, device=table.device)
+        """Sorted keys of the leased rows."""
+        self.slots = torch.empty(0, dtype=torch.int64, device=table.device)
+        """Slot of each of `keys`."""
+        self.rows = torch.empty(0, table.width, dtype=table.dtype, device=table.device)
+        """The leased rows by slot, shape (slots, width)."""
+        self.spans: list[list[tuple[int, int]]] = [[] for _ in range(table.world_size)]
+        """Per owner, the spans of slots leased from it, oldest first."""
+
+    def __len__(self) -> int:
+        return self.keys.numel()
+
+    def find(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(slots, known): where sorted `keys` are leased already, and a mask that says which are."""
+        if not len(self):
+            return torch.zeros_like(keys), torch.zeros_like(keys, dtype=torch.bool)
+        at = torch.searchsorted(self.keys, keys).clamp_(max=len(self) - 1)
+        return self.slots[at], self.keys[at] == keys
+
+    def add(self, keys: torch.Tensor, rows: torch.Tensor, cuts: Sequence[int]) -> None:
+        """Takes up newly leased rows: sorted `keys`, their `rows`, and `Partitioning.split` of the keys."""
+        first = self.rows.shape[0]
+        slots = torch.arange(first, first + keys.numel(), device=keys.device)
+        if first:
+            self.rows = torch.cat([self.rows, rows])
+            self.keys, order = torch.cat([self.keys, keys]).sort()
+            self.slots = torch.cat([self.slots, slots])[order]
+        else:
+            self.keys, self.slots, self.rows = keys, slots, rows
+        for owner in range(len(self.spans)):
+            if cuts[owner] < cuts[owner + 1]:
+                self.spans[owner].append((first + cuts[owner], first + cuts[owner + 1]))
+
+
+@dataclasses.dataclass(frozen=True)
+class Contribution:
+    """Gradients of one lookup: row i of `grads` (shape (n, width)) belongs to slot `slots[i]` of `window`.
+
+    For a table of which every rank holds a copy, `window` is None and `slots` are row numbers.
+    """
+
+    window: Window | None
+    slots: torch.Tensor
+    grads: torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Push:
+    """Row gradients on their way: to each owner, `grads[owner]` for its rows.
+
+    `positions[owner]` (int32) picks leases of that owner; None means all of them, in order. For a table of
+    which every rank holds a copy, `ids[owner]` names the rows instead.
+    """
+
+    table: Table
+    grads: list[torch.Tensor]
+    positions: list[torch.Tensor | None]
+    ids: list[torch.Tensor] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Incoming:
+    """Row gradients that arrived from `source`: `grads[i]` belongs to the row at `positions[i]` here."""
+
+    source: int
+    positions: torch.Tensor
+    grads: torch.Tensor
+
+
+class Table:
+    """One looked-up parameter during a run. All ranks have the same tables in the same order."""
+
+    def __init__(
+        self, name: str, parameter: nn.Parameter, *, rank: int, world_size: int, device: torch.device
+    ) -> None:
+        self.name = name
+        self.parameter = parameter
+        self.original_class: type[nn.Parameter] = type(parameter)
+        self.rank, self.world_size = rank, world_size
+        self.shape = tuple(parameter.shape)
+        self.dtype, self.device = parameter.dtype, device
+        self.row_shape = self.shape[1:]
+        self.width = 1
+        for size in self.row_shape:
+            self.width *= size
+        self.placement = Placement.WATCHED
+        self.partitioning: Partitioning | None = None
+        self.sparse_grad = False
+        """The lookups asked for sparse=True: the gradient is a COO tensor."""
+        self.use = Use.NONE
+        self.num_rows_touched = 0
+        """Distinct rows with a gradient in this rank's latest step."""
+        self.window = Window(self)
+        self.leases: list[list[torch.Tensor]] = [[] for _ in range(world_size)]
+        """Per rank, the positions leased to it since the weights last changed, oldest first."""
+        self.contributions: list[Contribution] = []
+        self.incoming: list[Incoming] = []
+        self.pushed = False
+        """A rank used this table in the step that is being closed."""
+
+    @property
+    def num_rows(self) -> int:
+        return self.shape[0]
+
+    @property
+    def sharded(self) -> bool:
+        return self.partitioning is not None
+
+    @property
+    def num_held(self) -> int:
+        return self.partitioning.num_held[self.rank] if self.partitioning else self.num_rows
+
+    @property
+    def row_bytes(self) -> int:
+        return self.width * self.dtype.itemsize
+
+    @property
+    def id_dtype(self) -> torch.dtype:
+        """Of positions on the wire: those of the owner's rows."""
+        largest = self.partitioning.stride if self.partitioning else self.num_rows
+        return torch.int32 if largest <= torch.iinfo(torch.int32).max else torch.int64
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The elements this rank holds, shape (rows held, *row shape): a plain tensor, sharing storage."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.parameter.data
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """The gradient of the rows this rank holds, dense or COO."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.parameter.grad
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            self.parameter.grad = value
+
+    def flat(self, held: torch.Tensor) -> torch.Tensor:
+        """`held` (rows held, ...) as (rows held, elements of one row)."""
+        return held.reshape(held.shape[0], -1) if held.numel() else held.new_empty(held.shape[0], self.width)
+
+    def own_rows(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of a tensor with a row per row of the table: a copy."""
+        if self.partitioning is None:
+            return whole.clone()
+        rows = self.partitioning.rows_of(self.rank).to(whole.device)
+        return whole.index_select(0, rows).to(self.device)
+
+    # -- leasing ------------------------------------------------------------------------------------
+
+    def forget_leases(self) -> None:
+        """The weights changed, on all ranks: what was leased is out of date."""
+        self.window = Window(self)
+        self.leases = [[] for _ in range(self.world_size)]
+
+    # -- gradients ----------------------------------------------------------------------------------
+
+    def contribute(self, window: Window | None, slots: torch.Tensor, grads: torch.Tensor) -> None:
+        self.contributions.append(Contribution(window, slots, grads))
+
+    def stale_keys(self) -> torch.Tensor | None:
+        """Keys that have to be leased again because the weights changed between forward and backward."""
+        stale = [c for c in self.contributions if c.window is not self.window]
+        if not stale or not self.sharded:
+            return None
+        return torch.unique(torch.cat([self._slot_keys(c)[c.slots[c.slots != SKIPPED]] for c in stale]))
+
+    def _slot_keys(self, c: Contribution) -> torch.Tensor:
+        """The key of each slot of an earlier window; before it was sharded, slots were row numbers."""
+        assert self.partitioning is not None
+        if c.window is None:
+            return self.partitioning.keys(torch.arange(self.num_rows, device=self.device))
+        keys = torch.empty_like(c.window.keys)
+        keys[c.window.slots] = c.window.keys
+        return keys
+
+    def collect(self) -> Push | None:
+        """Merges this rank's contributions into one gradient per row; None if the table was not used."""
+        contributions, self.contributions = self.contributions, []
+        if not contributions:
+            return None
+        if not self.sharded:
+            slots = torch.cat([c.slots for c in contributions])
+            grads = torch.cat([c.grads for c in contributions])
+            kept = slots != SKIPPED
+            ids, slots = torch.unique(slots[kept], return_inverse=True)
+            merged = add_rows(grads[kept], slots, ids.numel())
+            self.num_rows_touched = ids.numel()
+            ids = ids.to(self.id_dtype)
+            n = self.world_size
+            return Push(self, grads=[merged] * n, positions=[None] * n, ids=[ids] * n)
+        slots = torch.cat([self._current_slots(c) for c in contributions])
+        merged = add_rows(torch.cat([c.grads for c in contributions]), slots, len(self.window))
+        touched = torch.zeros(len(self.window) + 1, dtype=torch.bool, device=self.device)
+        touched[slots] = True  # SKIPPED marks the last element, which is no slot
+        self.num_rows_touched = int(touched[:-1].sum())
+        everything = self.num_rows_touched == len(self.window)
+        push = Push(self, grads=[], positions=[])
+        for spans in self.window.spans:
+            grads, positions = _join(merged, spans), None
+            if not everything:
+                positions = _join(touched, spans).nonzero().squeeze(1)
+                grads, positions = grads[positions], positions.to(torch.int32)
+            push.grads.append(grads)
+            push.positions.append(positions)
+        return push
+
+    def _current_slots(self, c: Contribution) -> torch.Tensor:
+        if c.window is self.window:
+            return c.slots
+        kept = c.slots != SKIPPED
+        slots = c.slots.clone()
+        slots[kept], _ = self.window.find(self._slot_keys(c)[c.slots[kept]])  # `stale_keys` were leased before
+        return slots
+
+    def receive(self, incoming: Incoming) -> None:
+        self.incoming.append(incoming)
+
+    def finish_gradient(self, scales: Sequence[float]) -> None:
+        """Sums what was pushed, each rank's part times its scale, in rank order, into `.grad`."""
+        incoming, self.incoming = sorted(self.incoming, key=lambda i: i.source), []
+        used, self.pushed = self.pushed, False
+        if not used:
+            return
+        positions = torch.cat([i.positions for i in incoming]).long()
+        grads = torch.cat([_scaled(i.grads, scales[i.source]) for i in incoming])
+        if self.sparse_grad:
+            touched, slots = torch.unique(positions, return_inverse=True)
+            values = add_rows(grads, slots, touched.numel()).reshape(-1, *self.row_shape)
+            size = (self.num_held, *self.row_shape)
+            grad = torch.sparse_coo_tensor(touched[None], values, size, is_coalesced=True, check_invariants=False)
+        else:
+            grad = add_rows(grads, positions, self.num_held).reshape(self.num_held, *self.row_shape)
+        before = self.grad
+        if before is None:
+            self.grad = grad
+        elif before.layout == grad.layout == torch.strided:
+            before.add_(grad)
+        else:
+            total = before + grad
+            self.grad = total.coalesce() if total.layout == torch.sparse_coo else total
+
+
+def add_rows(grads: torch.Tensor, rows: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Sums `grads` (n, width) by their `rows` (n,) into (num_rows, width); SKIPPED rows are left out.
+
+    Half-precision gradients are summed in float32, like one device's matrix products.
+    """
+    wide = grads.float() if grads.dtype in (torch.bfloat16, torch.float16) else grads
+    if not grads.numel():
+        return grads.new_zeros(num_rows, grads.shape[1])
+    summed = torch.ops.aten.embedding_dense_backward(wide, rows, num_rows, SKIPPED, False)
+    return summed.to(grads.dtype)
+
+
+def _scaled(grads: torch.Tensor, scale: float) -> torch.Tensor:
+    if scale == 0:  # a rank without samples: what it brings may be NaN and does not count
+        return torch.zeros_like(grads)
+    return grads if scale == 1 else grads * scale
+
+
+def _join(values: torch.Tensor, spans: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """Spans of `values` put together; without a copy when there is one."""
+    if len(spans) == 1:
+        return values[spans[0][0] : spans[0][1]]
+    return torch.cat([values[a:b] for a, b in spans]) if spans else values[:0]
