@@ -15,7 +15,6 @@ import atexit
 import contextlib
 import dataclasses
 import enum
-import functools
 import io
 import sys
 import threading
@@ -77,6 +76,22 @@ class _Seen:
     num_rows_touched: int
     dense_gradient: bool
     sparse_grad: bool
+
+
+class _ModuleHook:
+    """A hook on a module of the run's model. In copies of the module, pickled ones too, it does nothing."""
+
+    def __init__(self, function: Callable[..., Any] | None) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any) -> Any:
+        return None if self._function is None else self._function(*args)
+
+    def __deepcopy__(self, memo: Any) -> _ModuleHook:
+        return _ModuleHook(None)
+
+    def __reduce__(self) -> Any:
+        return _ModuleHook, (None,)
 
 
 _current: Runtime | None = None
@@ -227,11 +242,10 @@ class Runtime:
         self._unhook += [
             register_optimizer_step_pre_hook(self._pre_step).remove,
             register_optimizer_step_post_hook(self._post_step).remove,
-            self.model.register_forward_pre_hook(self._pre_forward, with_kwargs=True).remove,
+            self.model.register_forward_pre_hook(_ModuleHook(self._pre_forward), with_kwargs=True).remove,
         ]
         for module in self.model.modules():
-            hook = functools.partial(self._post_state_dict)  # torch marks the hook: it has to be an object of its own
-            self._unhook.append(module.register_state_dict_post_hook(hook).remove)
+            self._unhook.append(module.register_state_dict_post_hook(_ModuleHook(self._post_state_dict)).remove)
         previous = sys.excepthook
 
         def on_uncaught(kind: Any, error: Any, traceback: Any) -> None:
