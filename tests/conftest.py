@@ -1,0 +1,25 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import ranks
+import torch
+
+torch.set_num_threads(1)  # ranks have one thread; so has what they are compared with
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests marked `gpu` run when asked for (`-m gpu`), and are left out, not skipped, otherwise."""
+    if "gpu" in config.getoption("markexpr"):
+        return
+    gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if gpu:
+        config.hook.pytest_deselected(items=gpu)
+        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _rank_processes() -> Iterator[None]:
+    yield
+    ranks.close()
