@@ -1,9 +1,9 @@
 """The harness for tests on several ranks: `run(4, fn, *args)` calls `fn(*args)` on ranks 0..3 of one world.
 
 The ranks are processes that live as long as the session. They are forked from a *nursery*, a process that has
-imported torch once, so a rank that has failed or hangs is replaced in milliseconds. For each job the ranks join
-a new process group (gloo over loopback; the store is in the test process, so no port is guessed). A world of
-one has no process group, like `python train.py`.
+imported torch once, so a rank that has failed or hangs is replaced in milliseconds. For each job the ranks
+join a new process group (gloo over loopback; the store is in the test process, so no port is guessed). A
+world of one has no process group, like `python train.py`.
 
 A job that fails on a rank fails the test with that rank's traceback and output; one that takes too long fails
 it with the stack of every rank that is still at work. A nursery that does not start fails the test as well.
@@ -52,7 +52,7 @@ class Outcome:
     rank: int
     value: Any = None
     error: str | None = None
-    """Name of the exception's type; "Died" for a process that is gone, "Hung" for one that had to be stopped."""
+    """The exception's type; "Died" for a process that is gone, "Hung" for one that had to be stopped."""
     text: str = ""
     """The exception's text; the exit status of a process that is gone."""
     traceback: str = ""
@@ -192,7 +192,9 @@ class Pool:
         started = time.monotonic()
         first_failure: float | None = None
         while len(outcomes) < len(processes):
-            waiting = {p.connection: rank for rank, p in enumerate(processes) if rank not in outcomes}
+            waiting: dict[Any, int] = {
+                p.connection: rank for rank, p in enumerate(processes) if rank not in outcomes
+            }
             ready = multiprocessing.connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
             if not ready:
                 break
@@ -233,11 +235,8 @@ class Pool:
             try:
                 process.connection.recv_bytes()
             except (EOFError, ConnectionError):
-                status = self._wait(process)
-                raise JobFailed(
-                    f"{what}: rank {rank} returned, then died leaving its process group: {status}\n{process.output()}",
-                    [],
-                ) from None
+                end = f"{self._wait(process)}\n{process.output()}"
+                raise JobFailed(f"{what}: rank {rank} died leaving its process group: {end}", []) from None
 
     def _ready(self, rank: int) -> _Process:
         process = self._processes[rank]
@@ -292,7 +291,7 @@ class Pool:
 
     def close(self) -> None:
         atexit.unregister(self.close)
-        self._control.close()  # the nursery sees it, ends the ranks and itself; also when the test process dies
+        self._control.close()  # the nursery ends the ranks and itself; also when the test process dies
         try:
             self._nursery.wait(10.0)
         except subprocess.TimeoutExpired:
@@ -307,14 +306,17 @@ def environment() -> dict[str, str]:
     """Environment for processes of a test: no launcher's variables, one thread each, gloo over loopback."""
     launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     env = {k: v for k, v in os.environ.items() if k not in launcher and not k.startswith("TORCHELASTIC_")}
-    env |= {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
+    env |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
     env["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
     return env
 
 
 def _start_nursery() -> tuple[subprocess.Popen[bytes], socket.socket]:
     here, there = socket.socketpair()
-    program = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); import ranks; ranks.nursery(int(sys.argv[2]))"
+    program = (
+        "import json, sys; sys.path[:] = json.loads(sys.argv[1]);"
+        "import ranks; ranks.nursery(int(sys.argv[2]))"
+    )
     path = [os.path.dirname(os.path.abspath(__file__)), *sys.path]
     log_fd, log = _log()
     process = subprocess.Popen(
@@ -377,8 +379,8 @@ def nursery(control_fd: int) -> None:
             control.sendall(_REPLY.pack(_wait_for(pid)))
             children.discard(pid)
     for pid in children:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
 
 
 def _wait_for(pid: int) -> int:

@@ -25,6 +25,10 @@ class ParallaxError(RuntimeError):
     """An error of parallax itself: an unsupported use, or ranks that disagree."""
 
 
+class DisagreementError(ParallaxError):
+    """The ranks do different things where they must do the same; raised on all ranks at once."""
+
+
 class PeerError(ParallaxError):
     """Another rank failed; that rank's own error is the one to read."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 
@@ -157,6 +157,60 @@ class Plan:
         return Plan(world_size=data["world_size"], architecture=data["architecture"], parameters=rows)
 
     def __str__(self) -> str:
-        from parallax.report import render_plan  # the face of a plan; imported late, the data needs no face
+        """A table in plain text, one line per parameter, for a terminal or a log."""
+        head = ("parameter", "shape", "use", "alpha", "placement", "bytes/step", "reason")
+        rows = [
+            (
+                p.name,
+                "x".join(str(size) for size in p.shape) or "scalar",
+                "+".join(u.name.lower() for u in Use if u in p.use and u.name) or "none",
+                f"{p.alpha:.3g}",
+                p.placement.value,
+                format_bytes(p.bytes_per_step),
+                p.reason,
+            )
+            for p in self
+        ]
+        return "\n".join(
+            [
+                f"plan for {_counted(self.world_size, 'worker')}, architecture {self.architecture} "
+                f"(bytes/step: what one worker sends in one step)",
+                *_aligned([head, *rows], right=("alpha", "bytes/step")),
+                self._totals(),
+            ]
+        )
 
-        return render_plan(self)
+    def _totals(self) -> str:
+        parts = []
+        for placement in Placement:
+            chosen = [p for p in self if p.placement is placement]
+            if chosen:
+                sent = format_bytes(sum(p.bytes_per_step for p in chosen))
+                parts.append(f"{len(chosen)} {placement.value} {sent}")
+        sent = format_bytes(sum(p.bytes_per_step for p in self))
+        detail = f" ({', '.join(parts)})" if parts else ""
+        return f"total: {_counted(len(self.parameters), 'parameter')}, {sent} per worker and step{detail}"
+
+
+def format_bytes(num_bytes: float) -> str:
+    """`num_bytes` for people, in B, KiB, MiB, GiB or TiB (powers of 1024)."""
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if round(size, 1) < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def _counted(n: int, noun: str) -> str:
+    return f"{n:,} {noun}{'' if n == 1 else 's'}"
+
+
+def _aligned(rows: Sequence[Sequence[str]], right: Collection[str]) -> list[str]:
+    """Lines with the columns below each other; `right` names the columns (of the first row) set to the right."""
+    columns = list(zip(*rows, strict=True))
+    widths = [max(len(cell) for cell in column) for column in columns]
+    sides = [">" if column[0] in right else "<" for column in columns]
+    return [
+        "  ".join(f"{c:{side}{w}}" for c, side, w in zip(row, sides, widths, strict=True)).rstrip() for row in rows
+    ]

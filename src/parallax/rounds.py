@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from parallax.comm import Comm, ParallaxError
+from parallax.comm import Comm, DisagreementError, ParallaxError
 from parallax.table import Incoming, Push, Table
 
 
@@ -211,13 +211,13 @@ class Rounds:
             raise self.comm.peer_error("another rank failed", patience=2.0)
         versions = [h[_VERSION] for h in headers]
         if len(set(versions)) > 1:
-            raise ParallaxError(
+            raise DisagreementError(
                 f"rank {self.comm.rank}: every rank must call optimizer.step() the same number of times, but the "
                 f"ranks have done so {versions} times"
             )
         loops = [h[_LOOP] for h in headers]
         if len(set(loops)) > 1 and any(f & Flag.OUT and not f & Flag.LEFT for f in flags):
-            raise ParallaxError(
+            raise DisagreementError(
                 f"rank {self.comm.rank}: a rank waits at the end of a loop over parallax.shard(...) that others have "
                 f"not entered or have left early; loops started by rank: {loops}. Every rank must run every loop "
                 f"over sharded data to its end"

@@ -26,7 +26,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_flatten
 
-from parallax.comm import Comm, ParallaxError, PeerError
+from parallax.comm import Comm, DisagreementError, ParallaxError, PeerError
 from parallax.config import Config
 from parallax.dense import Contribution, DenseGradients
 from parallax.lookup import Lookups
@@ -183,7 +183,7 @@ class Runtime:
             if theirs != mine:
                 differing = [(a, b) for a, b in zip(mine, theirs, strict=False) if a != b]
                 example = f"{differing[0][0]} here, {differing[0][1]} there" if differing else "its number of parameters"
-                raise ParallaxError(
+                raise DisagreementError(
                     f"rank {self.comm.rank}: the model differs from that of rank {other}: {example}. "
                     f"Every rank must build the same model"
                 )
@@ -249,7 +249,7 @@ class Runtime:
         previous = sys.excepthook
 
         def on_uncaught(kind: Any, error: Any, traceback: Any) -> None:
-            if isinstance(error, PeerError):
+            if isinstance(error, PeerError) or (isinstance(error, DisagreementError) and self.comm.rank > 0):
                 print(f"parallax: {error}", file=sys.stderr, flush=True)
                 return
             if not issubclass(kind, KeyboardInterrupt):
@@ -621,11 +621,7 @@ class Runtime:
             raise AssertionError("a rank that serves asks for nothing")
         try:
             return self.rounds.run(request)
-        except PeerError as error:
-            self.failed = error
-            self.phase = Phase.ENDED
-            raise
-        except ParallaxError as error:  # raised from the same headers on every rank
+        except (PeerError, DisagreementError) as error:  # the other ranks know
             self.failed = error
             self.phase = Phase.ENDED
             raise
@@ -649,6 +645,9 @@ class Runtime:
         if self.failed is not None or self.comm.world_size == 1:
             return
         self.failed = error
+        if isinstance(error, PeerError):  # the rank that failed first has told everyone
+            self.phase = Phase.ENDED
+            return
         self.comm.report_failure(error)
         if self._needs_rounds() and self.phase is not Phase.ENDED:
             # The others hear of it in their next round; a thread, because they may take long to come.
