@@ -41,6 +41,13 @@ class Bucket:
         self.here = [False] * len(parameters)
         self.reduction: Reduction | None = None
 
+    def fill_missing(self) -> None:
+        """Zeros for gradients that this rank does not have."""
+        for view, marks, here in zip(self.views, self.marks, self.here, strict=True):
+            if not here:
+                view.zero_()
+                marks.zero_()
+
     def reset(self) -> None:
         self.num_missing = len(self.parameters)
         self.here = [False] * len(self.parameters)
@@ -115,15 +122,13 @@ class DenseGradients:
             bucket.views[i].zero_()
         bucket.here[i] = True
         bucket.num_missing -= 1
-        self._launch_full(contribution)
+        if not bucket.num_missing:
+            self._launch_full(contribution)
 
     def finish(self, contribution: Contribution) -> Totals | None:
         """End of backward: sends what is left, waits, and sets every `.grad`; None without dense parameters."""
         for bucket in self.buckets[self._next :]:
-            for view, marks, here in zip(bucket.views, bucket.marks, bucket.here, strict=True):
-                if not here:
-                    view.zero_()
-                    marks.zero_()
+            bucket.fill_missing()
             bucket.num_missing = 0
         self._launch_full(contribution)
         totals = None

@@ -137,7 +137,9 @@ class Plan:
             return value.value if isinstance(value, enum.Enum) else value
 
         rows = [{k: plain(v) for k, v in vars(p).items()} for p in self.parameters]
-        return json.dumps({"world_size": self.world_size, "architecture": self.architecture, "parameters": rows})
+        return json.dumps(
+            {"world_size": self.world_size, "architecture": self.architecture, "parameters": rows}
+        )
 
     @staticmethod
     def from_json(text: str) -> Plan:
@@ -207,10 +209,11 @@ def _counted(n: int, noun: str) -> str:
 
 
 def _aligned(rows: Sequence[Sequence[str]], right: Collection[str]) -> list[str]:
-    """Lines with the columns below each other; `right` names the columns (of the first row) set to the right."""
+    """Lines with the columns below each other; `right` names (by the first row) those set to the right."""
     columns = list(zip(*rows, strict=True))
     widths = [max(len(cell) for cell in column) for column in columns]
     sides = [">" if column[0] in right else "<" for column in columns]
     return [
-        "  ".join(f"{c:{side}{w}}" for c, side, w in zip(row, sides, widths, strict=True)).rstrip() for row in rows
+        "  ".join(f"{cell:{side}{n}}" for cell, side, n in zip(row, sides, widths, strict=True)).rstrip()
+        for row in rows
     ]

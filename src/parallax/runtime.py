@@ -113,7 +113,7 @@ class Runtime:
         self.phase = Phase.FORWARD
         self.failed: BaseException | None = None
         self.optimizers: list[torch.optim.Optimizer] = []
-        self._rowwise: dict[tuple[int, str], Rowwise] = {}
+        self._rowwise: dict[tuple[Any, ...], Rowwise] = {}
         self._unhook: list[Callable[[], Any]] = []
 
         self.rounds = Rounds(self.comm, self._fields)
@@ -133,6 +133,8 @@ class Runtime:
         self._loose: dict[nn.Parameter, None] = {}
         """Parameters with a dense gradient that are in no bucket yet, in the order of arrival."""
         self._num_steps = 0
+        self._counts = Contribution(scale=0.0, weight=0.0, out=False)
+        """How this rank's gradients count in the backward pass that is running."""
         self._samples, self._samples_known, self._batch_samples = 1.0, False, False
         self._reference_samples: float | None = None
         """The usual batch of a rank: weights are relative to it, so that they are usually 1."""
@@ -304,15 +306,17 @@ class Runtime:
     def _on_dense_gradient(self, p: nn.Parameter) -> None:
         if self.phase is Phase.ENDED:
             return
+        if self.phase is not Phase.BACKWARD:
+            self._on_backward()
         if p in self.dense:
-            self.dense.ready(p, self._contribution())
+            self.dense.ready(p, self._counts)
         else:
             self._loose[p] = None
-        self._on_backward()
 
     def _on_backward(self) -> None:
         if self.phase is not Phase.BACKWARD:
             self.phase = Phase.BACKWARD
+            self._counts = self._contribution()
             torch.autograd.Variable._execution_engine.queue_callback(self._close)
 
     def _close(self) -> None:
@@ -430,7 +434,7 @@ class Runtime:
             return
         self._undecided = False
         for name, table in self.tables.items():
-            if table.placement is Placement.WATCHED:
+            if table.placement is Placement.WATCHED and table.use is Use.LOOKUP:
                 found = self._how_updated(table)
                 refused = [r for r in found if not r.by_rows]
                 self.profiles[name] = dataclasses.replace(self.profiles[name], rowwise=not refused)
@@ -562,9 +566,11 @@ class Runtime:
 
     def _rowwise_of(self, optimizer: torch.optim.Optimizer, table: Table) -> Rowwise:
         number = next(i for i, o in enumerate(self.optimizers) if o is optimizer)
-        if (number, table.name) not in self._rowwise:
-            self._rowwise[number, table.name] = probe(optimizer, table)
-        return self._rowwise[number, table.name]
+        group = next(i for i, g in enumerate(optimizer.param_groups) if any(p is table.parameter for p in g["params"]))
+        kind = (number, group, len(table.shape), table.dtype, table.sparse_grad)
+        if kind not in self._rowwise:
+            self._rowwise[kind] = probe(optimizer, table)
+        return self._rowwise[kind]
 
     def _how_updated(self, table: Table) -> list[Rowwise]:
         return [self._rowwise_of(optimizer, table) for optimizer in self._optimizers_of(table)]

@@ -1,0 +1,212 @@
+"""The command `parallax`: `parallax run --nproc 4 train.py` trains on 4 workers of this machine.
+
+torch.distributed.run starts and watches the workers; what is added here is for somebody at a terminal. The
+workers meet on loopback, through a port that the system picks. If one fails, its own traceback is the last
+thing to read but for one line, and the others are gone within seconds. However the launcher ends, no worker
+outlives it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+LINGER_SECONDS = 2
+"""How long workers may take to end by themselves when one has failed."""
+
+GRACE_SECONDS = 5
+"""How long a worker that was told to end may take before it is killed."""
+
+_DESCRIPTION = """\
+Start a training program on several workers of this machine.
+
+Each worker runs the program as `python script.py arg ...` would, with RANK, LOCAL_RANK, WORLD_SIZE,
+MASTER_ADDR and MASTER_PORT set, which parallax.distribute reads. Runs do not disturb each other."""
+
+_EXAMPLES = """\
+examples:
+  parallax run --nproc 4 train.py --batch-size 128
+  parallax run --nproc 2 -m mypackage.train --epochs 3
+
+OMP_NUM_THREADS is set to the cores per worker, and GLOO_SOCKET_IFNAME to the loopback interface, unless the
+environment has them. The exit status is that of the worker that failed first (128 + n if signal n killed it),
+130 after Ctrl-C. For several machines, start the same program with torchrun."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line `argv` (default: `sys.argv[1:]`) and returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="parallax",
+        description="Data-parallel training of unmodified PyTorch models with sparse parameters.",
+    )
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the versions and exit")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    run = commands.add_parser(
+        "run",
+        help="start a program on several workers of this machine",
+        usage="parallax run --nproc N [-m] [--] script.py [arg ...]",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    run.add_argument("--nproc", type=_positive, required=True, metavar="N", help="number of workers")
+    run.add_argument("-m", "--module", action="store_true", help="the program is a module, as in `python -m`")
+    run.add_argument("program", nargs=argparse.REMAINDER, help="the program and its arguments")
+    args = parser.parse_args(argv)
+    program = args.program[1:] if args.program[:1] == ["--"] else args.program
+    if not program:
+        run.error("no program given; example: parallax run --nproc 4 train.py")
+    if not args.module and not Path(program[0]).exists():
+        run.error(f"no such file: {program[0]}")
+    command = [sys.executable, "-u", *(["-m"] if args.module else []), *program]
+    try:
+        return _launch(args.nproc, command)
+    except KeyboardInterrupt:  # before there were workers
+        return 128 + signal.SIGINT
+
+
+class _Version(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from importlib import metadata
+
+        versions = []
+        for name in ("parallax-train", "torch"):
+            try:
+                versions.append(metadata.version(name))
+            except metadata.PackageNotFoundError:  # run from a source tree that is not installed
+                versions.append("not installed")
+        print(f"parallax {versions[0]} (torch {versions[1]})")
+        parser.exit()
+
+
+def _positive(text: str) -> int:
+    number = int(text) if text.isdecimal() else 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of workers, at least 1, got {text!r}")
+    return number
+
+
+def _launch(nproc: int, command: Sequence[str]) -> int:
+    """Runs `command` on `nproc` workers to the end and returns the exit status."""
+    _set_defaults(nproc)
+    # torch takes seconds to import; `parallax run --help` does not wait for it
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    logging.disable(logging.ERROR)  # what torchrun logs of a failure is said in one line below
+    ended = _end_workers_gently_but_soon()
+    options = torchrun.parse_args(
+        [
+            f"--nproc-per-node={nproc}",
+            "--rdzv-backend=c10d",
+            "--rdzv-endpoint=127.0.0.1:0",  # no name has to resolve; the system picks a free port
+            "--rdzv-conf=is_host=1",
+            "--local-addr=127.0.0.1",
+            f"--rdzv-id=parallax-{os.getpid()}",
+            "--max-restarts=0",
+            f"--log-dir={os.devnull}",  # nothing is redirected; without this each run leaves a folder in /tmp
+            "--no-python",
+            sys.executable,
+        ]
+    )
+    worker = ["-I", "-S", str(Path(__file__).with_name("_worker.py")), str(os.getpid()), *command]
+    # torchrun substitutes ${local_rank} and $$ in arguments; ours have to arrive as they are.
+    options.training_script_args = [argument.replace("$", "$$") for argument in worker]
+    try:
+        torchrun.run(options)
+    except ChildFailedError as error:
+        line, status = _describe({rank: failure.exitcode for rank, failure in error.failures.items()}, ended)
+        print(f"parallax run: {line}", file=sys.stderr, flush=True)
+        return status
+    except SignalException as error:
+        return 128 + error.sigval
+    return 0
+
+
+def _set_defaults(nproc: int) -> None:
+    """Environment that the workers inherit, where the user has not set it."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // nproc)))
+    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
+    if loopback is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+
+
+def _end_workers_gently_but_soon() -> set[int]:
+    """Changes how torchrun ends the workers once one has failed: SIGTERM at once, SIGKILL 30 s later, and no
+    option for either. Returns a set that will hold the ranks that had to be ended.
+
+    When one rank fails the others notice and fail as well, and any of them may be the first to be gone: there
+    is time for the one with the cause to print its traceback.
+    """
+    from torch.distributed.elastic.multiprocessing.api import PContext
+
+    close = PContext.close
+    ended: set[int] = set()
+
+    def close_soon(
+        self: PContext, death_sig: signal.Signals | None = None, timeout: int = GRACE_SECONDS
+    ) -> None:
+        def running() -> set[int]:
+            return {rank for rank, pid in self.pids().items() if _is_running(pid)}
+
+        deadline = time.monotonic() + LINGER_SECONDS
+        while death_sig is None and running() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        ended.update(running())
+        close(self, death_sig, min(timeout, GRACE_SECONDS))
+
+    PContext.close = close_soon  # type: ignore[method-assign]
+    return ended
+
+
+def _is_running(pid: int) -> bool:
+    """Whether child `pid` runs; its exit status is left for torchrun to collect."""
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+    except ChildProcessError:
+        return False
+
+
+def _describe(exitcodes: Mapping[int, int], ended: Collection[int]) -> tuple[str, int]:
+    """One line on what became of the workers, and the exit status.
+
+    Args:
+        exitcodes: by rank, of the workers that did not end well, in the order in which they were seen; -n for
+            one that signal n killed.
+        ended: ranks that the launcher ended because others had failed.
+    """
+    failed = {rank: code for rank, code in exitcodes.items() if rank not in ended} or dict(exitcodes)
+    killed = {rank: code for rank, code in failed.items() if code < 0}
+    code = next(iter((killed or failed).values()))  # that one was killed is why the others failed
+    ranks = sorted(rank for rank in failed if failed[rank] == code)
+    others = sorted(rank for rank in failed if failed[rank] != code)
+    line = f"{_workers(ranks)} {_fate(code, len(ranks))}"
+    if others:
+        line += f"; {_workers(others)} failed too"
+    return line, code if code > 0 else 128 - code
+
+
+def _workers(ranks: Sequence[int]) -> str:
+    *most, last = map(str, ranks)
+    return f"workers {', '.join(most)} and {last}" if most else f"worker {last}"
+
+
+def _fate(exitcode: int, num_workers: int) -> str:
+    if exitcode > 0:
+        return f"failed with exit code {exitcode}"
+    name = next((s.name for s in signal.Signals if s == -exitcode), f"signal {-exitcode}")
+    return f"{'was' if num_workers == 1 else 'were'} killed by {name}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
