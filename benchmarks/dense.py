@@ -63,12 +63,18 @@ def main() -> None:
     for turn in range(args.turns):
         for arm in (0, 1) if turn % 2 else (1, 0):
             times[arm].append(steps(*arms[arm], x, y, args.steps))
-    difference = max(float((a - b).detach().abs().max()) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+    difference = max(
+        float((a - b).detach().abs().max()) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True)
+    )
     if parallax.rank() == 0:
         numel = sum(p.numel() for p in theirs.parameters())
         ratio = statistics.median(t / o for o, t in zip(*times, strict=True))
-        print(f"{numel / 1e6:.1f} M parameters, {parallax.world_size()} workers, {args.turns} turns of {args.steps} steps")
-        print(f"parallax {1e3 * statistics.median(times[0]):.2f} ms a step, DDP {1e3 * statistics.median(times[1]):.2f} ms")
+        print(
+            f"{numel / 1e6:.1f} M parameters, {parallax.world_size()} workers, {args.turns} turns of {args.steps} steps"
+        )
+        print(
+            f"parallax {1e3 * statistics.median(times[0]):.2f} ms a step, DDP {1e3 * statistics.median(times[1]):.2f} ms"
+        )
         print(f"speed of parallax / speed of DDP: {ratio:.3f}; largest difference of a parameter: {difference:.1e}")
 
 

@@ -153,9 +153,7 @@ def _end_workers_gently_but_soon() -> set[int]:
     close = PContext.close
     ended: set[int] = set()
 
-    def close_soon(
-        self: PContext, death_sig: signal.Signals | None = None, timeout: int = GRACE_SECONDS
-    ) -> None:
+    def close_soon(self: PContext, death_sig: signal.Signals | None = None, timeout: int = GRACE_SECONDS) -> None:
         def running() -> set[int]:
             return {rank for rank, pid in self.pids().items() if _is_running(pid)}
 

@@ -165,7 +165,7 @@ class Comm:
         received_headers = torch.empty_like(headers)
         received_headers[self.rank] = headers[self.rank]
         received_bodies = list(bodies)
-        waits = [(p, dist.irecv(received_headers[p], p, group=self._rounds, tag=0)) for p in self.peers]
+        waits = [(p, self._receive(received_headers[p], p, tag=0)) for p in self.peers]
         for peer in self.peers:
             self._send(headers[peer], peer, tag=0)
             self._send(bodies[peer], peer, tag=1)
@@ -176,15 +176,13 @@ class Comm:
             buffer = torch.empty(body_size(received_headers[peer].tolist()), dtype=torch.uint8)
             received_bodies[peer] = buffer
             if buffer.numel():
-                body_waits.append((peer, dist.irecv(buffer, peer, group=self._rounds, tag=1)))
+                body_waits.append((peer, self._receive(buffer, peer, tag=1)))
         for peer, work in body_waits:
             with self._watching("waiting for a round's ids and gradients", peer):
                 work.wait()
         return received_headers.tolist(), received_bodies
 
-    def swap(
-        self, outgoing: Sequence[torch.Tensor], sizes: Sequence[int], count: bool = True
-    ) -> list[torch.Tensor]:
+    def swap(self, outgoing: Sequence[torch.Tensor], sizes: Sequence[int], count: bool = True) -> list[torch.Tensor]:
         """Sends `outgoing[r]` (uint8) to each rank r and returns the `sizes[r]` bytes that r sends here."""
         if count:
             self.sent.tables += sum(outgoing[p].nbytes for p in self.peers)
@@ -202,13 +200,19 @@ class Comm:
         for peer in self.peers:
             received[peer] = torch.empty(sizes[peer], dtype=torch.uint8)
             if sizes[peer]:
-                waits.append((peer, dist.irecv(received[peer], peer, group=self._rounds, tag=2)))
+                waits.append((peer, self._receive(received[peer], peer, tag=2)))
         for peer in self.peers:
             self._send(outgoing[peer], peer, tag=2)
         for peer, work in waits:
             with self._watching("waiting for rows", peer):
                 work.wait()
         return received
+
+    def _receive(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
+        with self._watching("receiving a round", peer):
+            work = dist.irecv(tensor, peer, group=self._rounds, tag=tag)
+        assert work is not None, "this rank is in the group"
+        return work
 
     def _send(self, tensor: torch.Tensor, peer: int, tag: int) -> None:
         if tensor.numel():

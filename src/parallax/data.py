@@ -76,8 +76,7 @@ def shard(data: Any, *, split_batches: bool = False, seed: int = 0) -> Any:
         return ShardedLoader(data, split_batches, seed)
     if split_batches:
         raise ValueError(
-            f"parallax.shard: split_batches=True needs a DataLoader with a batch size, "
-            f"got {type(data).__name__}"
+            f"parallax.shard: split_batches=True needs a DataLoader with a batch size, got {type(data).__name__}"
         )
     if isinstance(data, IterableDataset):
         return IterablePart(data)
@@ -231,9 +230,7 @@ def _leaves(batch: Any, into_lists: bool = True) -> Iterator[Any]:
 class RankSampler(Sampler[Any]):
     """One rank's part of what a sampler or batch sampler gives in an epoch."""
 
-    def __init__(
-        self, sampler: Iterable[Any], cut: Cut, seed: int, generators: Iterable[torch.Generator] = ()
-    ) -> None:
+    def __init__(self, sampler: Iterable[Any], cut: Cut, seed: int, generators: Iterable[torch.Generator] = ()) -> None:
         self.sampler, self.cut, self.seed, self.generators = sampler, cut, seed, generators
         # Exchanging the generators' states costs 0.2 ms, most of it numpy's. torch's samplers do not look at
         # what the training does meanwhile, so they can be asked for many batches at once.

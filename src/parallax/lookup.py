@@ -159,10 +159,10 @@ class Deferred(torch.Tensor):
             self._lookups.flush()
         return self._lookup.value()
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         def value(x: Any) -> Any:
             return x._value() if isinstance(x, Deferred) else x
 
@@ -186,7 +186,7 @@ class _Apply(torch.autograd.Function):
     """A lookup in the autograd graph. `anchor` only makes the result require a gradient."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         anchor: torch.Tensor | None,
         per_sample_weights: torch.Tensor | None,
@@ -198,7 +198,7 @@ class _Apply(torch.autograd.Function):
         return lookups.submit(lookup)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor | None) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
         lookup: Lookup = ctx.lookup
         if grad is None:
             return None, None, None, None

@@ -72,7 +72,9 @@ def _train(
         part = part[index].to(table.device)
         if table.sparse_grad:
             here = torch.tensor([i for i, r in enumerate(index) if r in now], device=table.device)
-            p.grad = torch.sparse_coo_tensor(here[None], part[here], part.shape, is_coalesced=True, check_invariants=False)
+            p.grad = torch.sparse_coo_tensor(
+                here[None], part[here], part.shape, is_coalesced=True, check_invariants=False
+            )
         else:
             p.grad = part
         trial.step()
@@ -81,12 +83,10 @@ def _train(
 
 def _sibling(optimizer: torch.optim.Optimizer, group: dict[str, Any], p: torch.nn.Parameter) -> torch.optim.Optimizer:
     """An optimizer of the same class and settings for `p` alone."""
-    settings = {
-        k: copy.deepcopy(v) for k, v in group.items() if k not in ("params", "param_names", "initial_lr")
-    }
+    settings = {k: copy.deepcopy(v) for k, v in group.items() if k not in ("params", "param_names", "initial_lr")}
     accepted = inspect.signature(type(optimizer).__init__).parameters
     try:
-        trial = type(optimizer)([p], **{k: v for k, v in settings.items() if k in accepted})  # type: ignore[arg-type]
+        trial = type(optimizer)([p], **{k: v for k, v in settings.items() if k in accepted})
     except Exception:  # a constructor of another form: copy the object, with state still to be made
         trial = copy.copy(optimizer)
         trial.state = collections.defaultdict(dict)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -108,11 +109,11 @@ class ShardedParameter(nn.Parameter):
         whole = self._reads.whole(self._table, "data")
         return nn.Parameter(whole, self.requires_grad).__reduce_ex__(protocol)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Parameter containing:\n{self._reads.whole(self._table, 'data')!r}"
 
 
-_ABOUT_THE_OBJECT = {"__get__", "__set__", "requires_grad_", "__hash__", "is_floating_point", "is_complex", "get_device"}
+_ABOUT_THE_OBJECT = {"__get__", "__set__", "requires_grad_", "is_floating_point", "is_complex", "get_device"}
 _HOOKS = {"register_hook", "register_post_accumulate_grad_hook", "retain_grad"}
 _NO_GRAPH = {"detach", "size", "dim", "numel", "nelement", "__len__", "stride", "is_contiguous", "ndimension", "type"}
 
@@ -279,9 +280,7 @@ def _index_select(p: Any, index: torch.Tensor) -> torch.Tensor:
     return _look_up(p, Lookup(table, ids, (ids.numel(), *table.row_shape), None), ids)
 
 
-def _look_up(
-    p: Any, lookup: Lookup, ids: torch.Tensor, per_sample_weights: torch.Tensor | None = None
-) -> torch.Tensor:
+def _look_up(p: Any, lookup: Lookup, ids: torch.Tensor, per_sample_weights: torch.Tensor | None = None) -> torch.Tensor:
     p._lookups.on_samples(ids.shape[0] if ids.dim() else 1)
     if lookup.trainable:
         p._table.use |= Use.LOOKUP
@@ -299,6 +298,9 @@ def _check_options(p: Any, max_norm: float | None, scale_grad_by_freq: bool) -> 
             NotImplementedError(f"{p._table.name!r}: lookups with {option} are not supported by parallax yet")
         )
 
+
+WARN_BYTES = 2**20
+"""Whole reads of tables from this size on are worth a warning."""
 
 # -- whole tables -------------------------------------------------------------------------------------
 
@@ -320,6 +322,7 @@ class WholeReads:
         """
         self._lookups, self._run_round, self._tables = lookups, run_round, tables
         self.on_change = on_change
+        self._warned: set[str] = set()
         self._norms: dict[float, tuple[list[int], list[torch.Tensor]]] = {}
         self.changes: dict[str, list[Change]] = {}
         """By table, what was done to its gradient since the latest backward."""
@@ -329,10 +332,22 @@ class WholeReads:
     def differentiable(self, p: ShardedParameter) -> torch.Tensor:
         """The whole table as one lookup of all rows, with its gradient."""
         table = p._table
+        self.warn(table)
         ids = torch.arange(table.num_rows, device=table.device)
         lookup = Lookup(table, ids, table.shape, None)
         table.use |= Use.DENSE
         return self._lookups.apply(lookup)
+
+    def warn(self, table: Table) -> None:
+        """Says once what reading a large table whole costs."""
+        num_bytes = table.num_rows * table.row_bytes
+        if num_bytes >= WARN_BYTES and table.name not in self._warned:
+            self._warned.add(table.name)
+            warnings.warn(
+                f"parallax: {table.name!r} is read as a whole: its {num_bytes / 2**20:,.0f} MiB travel to rank "
+                f"{table.rank} each time",
+                stacklevel=2,
+            )
 
     def whole(self, table: Table, field: str) -> torch.Tensor:
         """A copy of the whole weight ("data") or gradient ("grad"); the gradient of a sparse table is COO."""
@@ -409,6 +424,8 @@ class Whole(torch.Tensor):
 
     def _fetch(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(the whole, the view of it that this tensor is)."""
+        if self._field == "data":
+            self._reads.warn(self._table)
         whole = self._reads.whole(self._table, self._field)
         view = whole
         for func, args, kwargs in self._views:
@@ -427,10 +444,10 @@ class Whole(torch.Tensor):
         else:
             self._reads.unrepeatable.add(self._table.name)
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
         schema = func._schema
@@ -467,7 +484,7 @@ class Whole(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._fetch()[1].clone().__reduce_ex__(protocol)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return repr(self._fetch()[1])
 
 
@@ -513,7 +530,7 @@ def _mutate(func: Any, name: str, args: Any, kwargs: Any) -> Any:
 
 def _written(func: Any, args: Any) -> list[Any]:
     """The arguments that `func` writes to."""
-    written = []
+    written: list[Any] = []
     for argument, value in zip(func._schema.arguments, args, strict=False):
         if argument.alias_info is not None and argument.alias_info.is_write:
             written += value if isinstance(value, (list, tuple)) else [value]

@@ -137,9 +137,7 @@ class Plan:
             return value.value if isinstance(value, enum.Enum) else value
 
         rows = [{k: plain(v) for k, v in vars(p).items()} for p in self.parameters]
-        return json.dumps(
-            {"world_size": self.world_size, "architecture": self.architecture, "parameters": rows}
-        )
+        return json.dumps({"world_size": self.world_size, "architecture": self.architecture, "parameters": rows})
 
     @staticmethod
     def from_json(text: str) -> Plan:

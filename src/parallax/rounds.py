@@ -35,6 +35,9 @@ class Flag(enum.IntFlag):
     """This rank is about to run an optimizer and brings what ranks without data need to do the same."""
 
 
+NO_FLAG = Flag(0)
+
+
 class Want(enum.IntEnum):
     """What the asked ranks answer with."""
 
@@ -57,7 +60,7 @@ class Ask:
 class Request:
     """What this rank brings to a round."""
 
-    flags: Flag = Flag(0)
+    flags: Flag = NO_FLAG
     asks: Sequence[Ask] = ()
     pushes: Sequence[Push] = ()
     want: Want = Want.ROWS
@@ -187,8 +190,7 @@ class Rounds:
         if request.want is Want.NORMS:
             return 8 * len(self.tables)
         return sum(
-            _padded(ask.positions[owner].numel() * self._width_bytes(ask.table, request.field))
-            for ask in request.asks
+            _padded(ask.positions[owner].numel() * self._width_bytes(ask.table, request.field)) for ask in request.asks
         )
 
     def _split_answers(self, request: Request, got: list[torch.Tensor]) -> list[list[torch.Tensor]]:
@@ -232,9 +234,7 @@ class Rounds:
                 size += _padded(4 * pushed) * partial + _padded(pushed * table.row_bytes)
         return size + _padded(header[_BLOB])
 
-    def _unpack(
-        self, source: int, header: list[int], body: torch.Tensor
-    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+    def _unpack(self, source: int, header: list[int], body: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
         """Notes leases and gradients from `source`; returns the positions asked for per table, and its blob."""
         cursor = _Cursor(body)
         asked_positions = []

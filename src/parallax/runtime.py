@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import enum
 import io
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -158,7 +159,7 @@ class Runtime:
             return
         with self._failing():
             self._check_same_model()
-            self.comm.broadcast([p.data for p in self.names if not p.is_meta] + [b for b in model.buffers()])
+            self.comm.broadcast([p.data for p in self.names if not p.is_meta] + list(model.buffers()))
             self._adopt_parameters()
             for optimizer in optimizers:
                 self._know(optimizer)
@@ -184,7 +185,9 @@ class Runtime:
         for other, theirs in enumerate(self.comm.all_gather(mine)):
             if theirs != mine:
                 differing = [(a, b) for a, b in zip(mine, theirs, strict=False) if a != b]
-                example = f"{differing[0][0]} here, {differing[0][1]} there" if differing else "its number of parameters"
+                example = (
+                    f"{differing[0][0]} here, {differing[0][1]} there" if differing else "its number of parameters"
+                )
                 raise DisagreementError(
                     f"rank {self.comm.rank}: the model differs from that of rank {other}: {example}. "
                     f"Every rank must build the same model"
@@ -196,9 +199,7 @@ class Runtime:
             if profile.use is Use.DENSE:
                 self._order.append(name)
             else:
-                table = Table(
-                    name, p, rank=self.comm.rank, world_size=self.comm.world_size, device=self.comm.device
-                )
+                table = Table(name, p, rank=self.comm.rank, world_size=self.comm.world_size, device=self.comm.device)
                 table.placement = plan.placement
                 self.tables[name] = table
                 if plan.placement is Placement.SHARDED:
@@ -356,8 +357,12 @@ class Runtime:
         self.phase = Phase.FORWARD
 
     def _news(self) -> Flag:
-        seen = any(t.placement is Placement.WATCHED and t.use is not Use.NONE for t in self.tables.values())
+        seen = any(self._is_new(t) and t.use is not Use.NONE for t in self.tables.values())
         return Flag.NEWS if seen or self._loose else Flag(0)
+
+    def _is_new(self, table: Table) -> bool:
+        """No step has used it so far."""
+        return table.placement is Placement.WATCHED or (table.sharded and self.profiles[table.name].use is Use.NONE)
 
     def _finish_step(self, closing: Round) -> None:
         """All gradients of all ranks have been sent: makes `.grad`."""
@@ -420,7 +425,7 @@ class Runtime:
                 table.sparse_grad |= s.sparse_grad
                 if s.dense_gradient:
                     table.use |= Use.DENSE
-            if table.placement is Placement.WATCHED or table.use & Use.DENSE:
+            if self._is_new(table) or table.use & Use.DENSE:
                 self.profiles[name] = dataclasses.replace(
                     self.profiles[name],
                     use=table.use,
@@ -434,10 +439,9 @@ class Runtime:
             return
         self._undecided = False
         for name, table in self.tables.items():
-            if table.placement is Placement.WATCHED and table.use is Use.LOOKUP:
-                found = self._how_updated(table)
-                refused = [r for r in found if not r.by_rows]
-                self.profiles[name] = dataclasses.replace(self.profiles[name], rowwise=not refused)
+            if table.use is Use.LOOKUP:
+                by_rows = all(how.by_rows for how in self._how_updated(table))
+                self.profiles[name] = dataclasses.replace(self.profiles[name], rowwise=by_rows)
         plan = make_plan(list(self.profiles.values()), world_size=self.comm.world_size, config=self.config)
         for name, table in list(self.tables.items()):
             decided = plan[name]
@@ -613,7 +617,7 @@ class Runtime:
                 field += len(keys)
             raise AssertionError("an optimizer's own table is among its tables")
 
-        sharded = {t.parameter: t for t in self.tables.values() if t.sharded}
+        sharded: dict[torch.Tensor, Table] = {t.parameter: t for t in self.tables.values() if t.sharded}
         return whole_state(optimizer, state_dict, sharded, lambda t: self._row_keys(optimizer, t), read)
 
     def _on_change(self, table: Table) -> None:
@@ -776,8 +780,6 @@ class Runtime:
         try:
             self.leave()
         except ParallaxError as error:
-            import os
-
             print(f"parallax: {error}", file=sys.stderr, flush=True)
             os._exit(1)
 

@@ -145,9 +145,7 @@ class Incoming:
 class Table:
     """One looked-up parameter during a run. All ranks have the same tables in the same order."""
 
-    def __init__(
-        self, name: str, parameter: nn.Parameter, *, rank: int, world_size: int, device: torch.device
-    ) -> None:
+    def __init__(self, name: str, parameter: nn.Parameter, *, rank: int, world_size: int, device: torch.device) -> None:
         self.name = name
         self.parameter = parameter
         self.original_class: type[nn.Parameter] = type(parameter)
