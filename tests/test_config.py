@@ -1,0 +1,90 @@
+"""Config: what may be set, and what is said when it may not."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import itertools
+from typing import Any
+
+import pytest
+
+from parallax.config import Config
+
+
+def test_defaults() -> None:
+    assert dataclasses.asdict(Config()) == {
+        "architecture": "hybrid",
+        "sparse_allreduce": "gather",
+        "reduction": "mean",
+        "timeout": 600.0,
+        "bucket_mb": 25.0,
+        "init": None,
+    }
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("architecture", "allreduce"),
+        ("sparse_allreduce", "dense"),
+        ("reduction", "sum"),
+        ("timeout", 1),
+        ("bucket_mb", 0.001),
+        ("init", lambda name, rows: rows.zero_()),
+    ],
+)
+def test_allowed(field: str, value: Any) -> None:
+    assert getattr(Config(**{field: value}), field) == value
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "text"),
+    [
+        ("architecture", "ps", "Config.architecture: expected 'hybrid' | 'allreduce', got 'ps'"),
+        ("architecture", None, "Config.architecture: expected 'hybrid' | 'allreduce', got None"),
+        ("sparse_allreduce", "Gather", "Config.sparse_allreduce: expected 'gather' | 'dense', got 'Gather'"),
+        ("reduction", ["mean"], "Config.reduction: expected 'mean' | 'sum', got ['mean']"),
+        ("timeout", 0, "Config.timeout: expected a number greater than 0, got 0"),
+        ("timeout", -1.5, "Config.timeout: expected a number greater than 0, got -1.5"),
+        ("timeout", True, "Config.timeout: expected a number greater than 0, got True"),
+        ("timeout", float("inf"), "Config.timeout: expected a number greater than 0, got inf"),
+        ("timeout", float("nan"), "Config.timeout: expected a number greater than 0, got nan"),
+        ("timeout", "60", "Config.timeout: expected a number greater than 0, got '60'"),
+        ("bucket_mb", 0.0, "Config.bucket_mb: expected a number greater than 0, got 0.0"),
+        ("bucket_mb", None, "Config.bucket_mb: expected a number greater than 0, got None"),
+        ("init", "zeros", "Config.init: expected a function of (name, rows) or None, got 'zeros'"),
+    ],
+)
+def test_not_allowed(field: str, value: Any, text: str) -> None:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011  # the whole text is compared
+        Config(**{field: value})
+    assert str(caught.value) == text
+
+
+def test_an_unknown_field_is_named() -> None:
+    with pytest.raises(TypeError, match="'arch'"):
+        Config(arch="hybrid")  # type: ignore[call-arg]
+
+
+def test_positions_are_not_accepted() -> None:
+    with pytest.raises(TypeError, match="positional"):
+        Config("hybrid")  # type: ignore[call-arg]
+
+
+def test_it_does_not_change() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Config().timeout = 1.0  # type: ignore[misc]
+
+
+def test_every_field_has_a_docstring() -> None:
+    body = ast.parse(inspect.getsource(Config)).body[0].body  # type: ignore[attr-defined]
+    documented = {
+        ast.unparse(statement.target)
+        for statement, following in itertools.pairwise(body)
+        if isinstance(statement, ast.AnnAssign)
+        and isinstance(following, ast.Expr)
+        and isinstance(following.value, ast.Constant)
+    }
+    assert documented == {field.name for field in dataclasses.fields(Config)}

@@ -1,0 +1,101 @@
+"""Which file may import which: the files are read in this order, and each builds on earlier ones only."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src" / "parallax"
+ORDER = [
+    "plan",
+    "config",
+    "cost",
+    "planner",
+    "comm",
+    "table",
+    "rounds",
+    "lookup",
+    "parameter",
+    "dense",
+    "optimizer",
+    "runtime",
+    "data",
+    "api",
+    "_worker",
+    "cli",
+    "__init__",
+]
+MAY_USE_DISTRIBUTED = {
+    "comm": ("torch.distributed",),
+    "cli": ("torch.distributed.run", "torch.distributed.elastic"),  # starts processes, calls no collective
+}
+PURE = ["plan", "config", "cost", "planner"]
+
+
+def _tree(name: str) -> ast.Module:
+    return ast.parse((SOURCE / f"{name}.py").read_text())
+
+
+def _imported(tree: ast.AST) -> set[str]:
+    """Dotted names of what is imported anywhere in a file: `from a import b` counts as a.b."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return found
+
+
+def _files(imported: set[str]) -> set[str]:
+    """The files of ours among dotted names."""
+    return {name.split(".")[1] for name in imported if name.startswith("parallax.")}
+
+
+def _is_within(name: str, package: str) -> bool:
+    return name == package or name.startswith(f"{package}.")
+
+
+def test_the_list_has_every_file() -> None:
+    assert sorted(ORDER) == sorted(path.stem for path in SOURCE.rglob("*.py"))
+
+
+@pytest.mark.parametrize("name", ORDER)
+def test_a_file_imports_only_earlier_files(name: str) -> None:
+    imported = _imported(_tree(name))
+    assert "parallax" not in imported, "the package itself imports everything"
+    later = _files(imported) - set(ORDER[: ORDER.index(name)])
+    assert not later, f"{name}.py imports {sorted(later)}, which come later (or do not exist)"
+
+
+@pytest.mark.parametrize("name", PURE)
+def test_plans_are_made_without_communication(name: str) -> None:
+    assert _files(_imported(_tree(name))) <= set(PURE)
+
+
+@pytest.mark.parametrize("name", ORDER)
+def test_only_comm_touches_torch_distributed(name: str) -> None:
+    tree = _tree(name)
+    allowed = MAY_USE_DISTRIBUTED.get(name, ())
+    used = {n for n in _imported(tree) if _is_within(n, "torch.distributed")}
+    used |= {
+        ast.unparse(node)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed" and name != "comm"
+    }
+    assert not {n for n in used if not any(_is_within(n, package) for package in allowed)}
+
+
+@pytest.mark.parametrize("name", ["cli", "_worker"])
+def test_the_launcher_imports_torch_only_when_it_starts_workers(name: str) -> None:
+    tree = _tree(name)
+    at_the_top = [n for n in tree.body if isinstance(n, (ast.Import, ast.ImportFrom, ast.If, ast.Try))]
+    imported = {n for node in at_the_top for n in _imported(node)}
+    assert not {n for n in imported if n.split(".")[0] in ("torch", "parallax", "numpy")}
+
+
+def test_what_starts_a_worker_needs_only_the_standard_library() -> None:
+    assert _imported(_tree("_worker")) == {"__future__.annotations", "ctypes", "os", "signal", "sys"}

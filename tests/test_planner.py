@@ -1,0 +1,230 @@
+"""Planner and cost: where each parameter goes, why, and what it costs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from parallax.config import Config
+from parallax.cost import bytes_per_step
+from parallax.plan import ParameterPlan, ParameterProfile, Placement, Use
+from parallax.planner import make_plan
+
+HYBRID = Config()
+GATHER = Config(architecture="allreduce")
+DENSE = Config(architecture="allreduce", sparse_allreduce="dense")
+
+
+def _profile(**fields: Any) -> ParameterProfile:
+    """A table of 1000 rows of 64 bytes, 50 of which a worker looks up in a step."""
+    usual = {"name": "w", "shape": (1000, 16), "itemsize": 4, "use": Use.LOOKUP, "num_rows_touched": 50.0}
+    return ParameterProfile(**{**usual, **fields})
+
+
+def _decide(config: Config = HYBRID, world_size: int = 4, **fields: Any) -> ParameterPlan:
+    [decided] = make_plan([_profile(**fields)], world_size=world_size, config=config)
+    return decided
+
+
+class TestCost:
+    """Bytes sent by one worker: half of what arXiv 1808.02621, table 3, says is sent and received."""
+
+    def test_allreduce(self) -> None:
+        assert bytes_per_step(_profile(), Placement.ALLREDUCE, 4) == 2 * 64000 * 3 / 4
+
+    def test_gather(self) -> None:
+        assert bytes_per_step(_profile(), Placement.GATHER, 4) == 50 * (64 + 4) * 3
+
+    def test_sharded(self) -> None:
+        num_remote = 50 * 3 / 4
+        assert bytes_per_step(_profile(), Placement.SHARDED, 4) == num_remote * (64 + 64 + 4)
+
+    def test_sharded_and_frozen_has_no_gradients(self) -> None:
+        assert bytes_per_step(_profile(trainable=False), Placement.SHARDED, 4) == 50 * 3 / 4 * (64 + 4)
+
+    def test_sharded_and_used_whole_moves_every_row(self) -> None:
+        used_whole = _profile(use=Use.DENSE | Use.LOOKUP)
+        assert bytes_per_step(used_whole, Placement.SHARDED, 4) == 1000 * 3 / 4 * (64 + 64 + 4)
+
+    @pytest.mark.parametrize("placement", [Placement.LOCAL, Placement.WATCHED])
+    def test_nothing_travels(self, placement: Placement) -> None:
+        assert bytes_per_step(_profile(), placement, 4) == 0
+
+    @pytest.mark.parametrize("placement", list(Placement))
+    def test_one_worker_sends_nothing(self, placement: Placement) -> None:
+        assert bytes_per_step(_profile(), placement, 1) == 0
+
+    @pytest.mark.parametrize("placement", list(Placement))
+    def test_rows_that_do_not_exist_cost_nothing(self, placement: Placement) -> None:
+        assert bytes_per_step(_profile(shape=(0, 16), num_rows_touched=0.0), placement, 4) == 0
+
+    @settings(deadline=None)
+    @given(
+        width=st.integers(1, 10**4).map(lambda n: n * 1000),
+        num_rows=st.integers(1, 10**7),
+        touched=st.floats(0, 1),
+        world_size=st.integers(1, 1000),
+    )
+    def test_wide_rows_cost_half_of_the_papers_table_3(
+        self, width: int, num_rows: int, touched: float, world_size: int
+    ) -> None:
+        """The paper does not count ids: 4 bytes do not matter where a row is wide."""
+        p = _profile(shape=(num_rows, width), num_rows_touched=touched * num_rows)
+        w, alpha, n = p.num_bytes, p.alpha, world_size
+        table_3 = {
+            Placement.ALLREDUCE: 4 * w * (n - 1) / n,
+            Placement.SHARDED: 4 * alpha * w * (n - 1) / n,
+            Placement.GATHER: 2 * alpha * w * (n - 1),
+        }
+        for placement, num_bytes in table_3.items():
+            assert bytes_per_step(p, placement, n) == pytest.approx(num_bytes / 2, rel=2e-3)
+
+    def test_with_two_workers_owners_and_gathering_cost_the_same_but_for_ids(self) -> None:
+        sharded, gathered = (bytes_per_step(_profile(), p, 2) for p in (Placement.SHARDED, Placement.GATHER))
+        assert gathered - sharded == 50 * 4 / 2
+
+    def test_with_many_workers_every_touched_row_is_remote(self) -> None:
+        assert bytes_per_step(_profile(), Placement.SHARDED, 10**9) == pytest.approx(50 * (64 + 64 + 4))
+
+
+@pytest.mark.parametrize("config", [HYBRID, GATHER, DENSE], ids=["hybrid", "gather", "dense"])
+class TestEitherArchitecture:
+    @pytest.mark.parametrize(
+        "fields", [{}, {"use": Use.DENSE}, {"trainable": False}, {"use": Use.NONE}, {"meta": True}]
+    )
+    def test_one_worker(self, config: Config, fields: dict[str, Any]) -> None:
+        decided = _decide(config, world_size=1, **fields)
+        assert (decided.placement, decided.bytes_per_step) == (Placement.LOCAL, 0)
+        assert decided.reason == "one worker: nothing to exchange"
+
+    @pytest.mark.parametrize("use", [Use.NONE, Use.LOOKUP, Use.DENSE])
+    def test_frozen(self, config: Config, use: Use) -> None:
+        decided = _decide(config, trainable=False, use=use)
+        assert (decided.placement, decided.bytes_per_step) == (Placement.LOCAL, 0)
+        assert decided.reason == "frozen: no gradient, every worker has a copy"
+
+    def test_not_used(self, config: Config) -> None:
+        decided = _decide(config, use=Use.NONE, num_rows_touched=0.0)
+        assert (decided.placement, decided.bytes_per_step) == (Placement.WATCHED, 0)
+        assert decided.reason == "not used yet: decided when a step uses it"
+
+    def test_used_whole(self, config: Config) -> None:
+        decided = _decide(config, use=Use.DENSE)
+        assert (decided.placement, decided.alpha) == (Placement.ALLREDUCE, 1.0)
+        assert decided.bytes_per_step == 2 * 64000 * 3 / 4
+        assert decided.reason == "used whole: its gradient has a value for every element"
+
+    def test_used_both_ways(self, config: Config) -> None:
+        decided = _decide(config, use=Use.DENSE | Use.LOOKUP)
+        assert (decided.placement, decided.alpha) == (Placement.ALLREDUCE, 1.0)
+        assert decided.reason == (
+            "looked up and also used whole (as a tied weight is): its gradient has a value for every row, so "
+            "it is reduced like a dense one"
+        )
+
+
+class TestLookedUp:
+    def test_hybrid(self) -> None:
+        decided = _decide(HYBRID)
+        assert (decided.placement, decided.owners) == (Placement.SHARDED, (0, 1, 2, 3))
+        assert (decided.alpha, decided.bytes_per_step) == (0.05, 4950)
+        assert decided.reason == (
+            "only looked up, a worker touches 50 of 1,000 rows (alpha 0.05) in a step: rows live on their "
+            "owners, 4.8 KiB; reduced whole 93.8 KiB"
+        )
+
+    def test_gather(self) -> None:
+        decided = _decide(GATHER)
+        assert (decided.placement, decided.owners) == (Placement.GATHER, ())
+        assert decided.bytes_per_step == 10200
+        assert decided.reason == (
+            "only looked up, a worker touches 50 of 1,000 rows (alpha 0.05) in a step: architecture "
+            "'allreduce' gathers the touched rows of the gradient, 10.0 KiB; reduced whole 93.8 KiB"
+        )
+
+    def test_dense(self) -> None:
+        decided = _decide(DENSE)
+        assert (decided.placement, decided.owners) == (Placement.ALLREDUCE, ())
+        assert decided.bytes_per_step == 96000
+        assert decided.reason == (
+            "only looked up, a worker touches 50 of 1,000 rows (alpha 0.05) in a step: architecture "
+            "'allreduce' with sparse_allreduce='dense' reduces the whole gradient, 93.8 KiB; with its "
+            "touched rows gathered 10.0 KiB"
+        )
+
+    def test_the_optimizer_needs_all_rows(self) -> None:
+        decided = _decide(HYBRID, rowwise=False, num_rows_touched=2.5)
+        assert (decided.placement, decided.owners) == (Placement.ALLREDUCE, ())
+        assert decided.reason == (
+            "only looked up, a worker touches 2.5 of 1,000 rows (alpha 0.0025) in a step, but the "
+            "optimizer's update of a row depends on other rows, so every worker needs the whole gradient"
+        )
+
+    @pytest.mark.parametrize("config", [GATHER, DENSE], ids=["gather", "dense"])
+    def test_every_worker_updates_all_rows_anyway(self, config: Config) -> None:
+        assert _decide(config, rowwise=False) == _decide(config)
+
+    @pytest.mark.parametrize("shape", [(1, 16), (3,), (1000, 1)])
+    def test_small_tables_have_owners_too(self, shape: tuple[int, ...]) -> None:
+        assert _decide(HYBRID, shape=shape, num_rows_touched=1.0).owners == (0, 1, 2, 3)
+
+
+class TestMeta:
+    """Parameters that were built on the meta device have never existed whole, and never will."""
+
+    @pytest.mark.parametrize(
+        ("fields", "reason"),
+        [
+            ({"use": Use.NONE}, "; not used yet"),
+            ({"use": Use.NONE, "rowwise": False}, "; not used yet"),
+            ({"trainable": False}, "; frozen, only rows travel"),
+            ({"trainable": False, "rowwise": False}, "; frozen, only rows travel"),
+            ({}, "; a worker touches 50 of 1,000 rows (alpha 0.05) in a step, 4.8 KiB"),
+            ({"use": Use.DENSE}, "; it is also used whole, and each whole read gathers it from all workers"),
+            (
+                {"use": Use.DENSE | Use.LOOKUP},
+                "; it is also used whole, and each whole read gathers it from all workers",
+            ),
+        ],
+    )
+    def test_stays_split(self, fields: dict[str, Any], reason: str) -> None:
+        decided = _decide(HYBRID, meta=True, **fields)
+        assert (decided.placement, decided.owners) == (Placement.SHARDED, (0, 1, 2, 3))
+        assert decided.reason == f"built on the meta device: each worker holds 1/4 of its 62.5 KiB{reason}"
+
+    @pytest.mark.parametrize("use", [Use.LOOKUP, Use.DENSE, Use.LOOKUP | Use.DENSE])
+    def test_the_optimizer_needs_all_rows(self, use: Use) -> None:
+        with pytest.raises(ValueError, match="'w' was built") as caught:
+            _decide(HYBRID, meta=True, rowwise=False, use=use)
+        assert str(caught.value) == (
+            "parameter 'w' was built on the meta device, to be split over the workers, but the optimizer's "
+            "update of a row depends on other rows, so no worker can update its part alone; build it on a "
+            "real device, or train it with an optimizer that updates row by row (SGD, Adagrad, Adam, AdamW, "
+            "RMSprop, SparseAdam)"
+        )
+
+    @pytest.mark.parametrize("config", [GATHER, DENSE], ids=["gather", "dense"])
+    @pytest.mark.parametrize("fields", [{}, {"use": Use.NONE}, {"use": Use.DENSE}, {"trainable": False}])
+    def test_the_architecture_keeps_all_rows_everywhere(self, config: Config, fields: dict[str, Any]) -> None:
+        with pytest.raises(ValueError, match="'w' was built") as caught:
+            _decide(config, meta=True, **fields)
+        assert str(caught.value) == (
+            "parameter 'w' was built on the meta device, to be split over the workers, but "
+            "Config.architecture='allreduce' keeps every parameter on every worker; build it on a real "
+            "device, or use Config(architecture='hybrid')"
+        )
+
+
+def test_a_plan_keeps_the_models_order() -> None:
+    names = ["b", "a", "c"]
+    plan = make_plan([_profile(name=n) for n in names], world_size=3, config=HYBRID)
+    assert [p.name for p in plan] == names
+    assert (plan.world_size, plan.architecture) == (3, "hybrid")
+
+
+def test_a_name_that_occurs_twice() -> None:
+    with pytest.raises(ValueError, match=r"occur twice: \['w'\]"):
+        make_plan([_profile(), _profile()], world_size=3, config=HYBRID)
