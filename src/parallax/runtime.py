@@ -375,7 +375,7 @@ class Runtime:
         self._finish_dense(contribution)
         active = [w if not f & Flag.OUT else 0.0 for w, f in zip(closing.weights, closing.flags, strict=True)]
         total = sum(active) if self.config.reduction == "mean" else 1.0
-        equal = total == len(active) * active[0]
+        equal = len(set(active)) == 1
         for table in self._exchanged():
             if self.config.reduction == "sum":
                 scales = [float(w > 0) for w in active]
