@@ -69,12 +69,9 @@ def main() -> None:
     if parallax.rank() == 0:
         numel = sum(p.numel() for p in theirs.parameters())
         ratio = statistics.median(t / o for o, t in zip(*times, strict=True))
-        print(
-            f"{numel / 1e6:.1f} M parameters, {parallax.world_size()} workers, {args.turns} turns of {args.steps} steps"
-        )
-        print(
-            f"parallax {1e3 * statistics.median(times[0]):.2f} ms a step, DDP {1e3 * statistics.median(times[1]):.2f} ms"
-        )
+        ours_ms, theirs_ms = (1e3 * statistics.median(t) for t in times)
+        print(f"{numel / 1e6:.1f} M parameters, {parallax.world_size()} workers, {args.turns} turns of {args.steps} steps")
+        print(f"parallax {ours_ms:.2f} ms a step, DDP {theirs_ms:.2f} ms")
         print(f"speed of parallax / speed of DDP: {ratio:.3f}; largest difference of a parameter: {difference:.1e}")
 
 

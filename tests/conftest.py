@@ -7,6 +7,7 @@ import ranks
 import torch
 
 torch.set_num_threads(1)  # ranks have one thread; so has what they are compared with
+torch.sparse.check_sparse_tensor_invariants.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -168,9 +168,7 @@ class Pool:
             failed = [o for o in outcomes if o.error is not None]
             if not failed:
                 self._wait_until_free(processes, what)
-        except (
-            BaseException
-        ):  # an interrupt, or pytest's own time limit: the ranks are in the middle of something
+        except BaseException:  # an interrupt, or pytest's own time limit: the ranks are in mid-job
             self._discard(world_size)
             raise
         if failed:
@@ -400,6 +398,7 @@ def _import_everything() -> None:
     import torch
 
     torch.set_num_threads(1)
+    torch.sparse.check_sparse_tensor_invariants.enable()  # torch warns of sparse tensors without a decision
     p = torch.nn.Parameter(torch.zeros(1))
     p.grad = torch.zeros(1)
     torch.optim.Adam([p]).step()  # the first step of any optimizer imports half of torch

@@ -97,6 +97,11 @@ class Comm:
             self._buckets = dist.new_group(timeout=limit)
         self._point_to_point = device.type == "cpu"
 
+    @property
+    def alive(self) -> bool:
+        """There are other ranks, and the program has not taken the process group down."""
+        return self.world_size > 1 and _initialized()
+
     # -- at the start -------------------------------------------------------------------------------
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:

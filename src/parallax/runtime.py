@@ -17,6 +17,7 @@ import dataclasses
 import enum
 import io
 import os
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -158,6 +159,7 @@ class Runtime:
                     self._make_rows(Table(name, p, rank=0, world_size=1, device=self.comm.device), (0,))
             return
         with self._failing():
+            self._check_devices()
             self._check_same_model()
             self.comm.broadcast([p.data for p in self.names if not p.is_meta] + list(model.buffers()))
             self._adopt_parameters()
@@ -179,6 +181,16 @@ class Runtime:
                 meta=p.is_meta,
             )
         return make_plan(list(self.profiles.values()), world_size=self.comm.world_size, config=self.config)
+
+    def _check_devices(self) -> None:
+        if self.comm.device.type == "cpu":
+            return
+        places = self.comm.all_gather((socket.gethostname(), str(self.comm.device)))
+        if len(set(places)) < len(places):
+            raise DisagreementError(
+                f"rank {self.comm.rank}: two workers use the same device ({places}). Choose it before building the "
+                f'model: torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))'
+            )
 
     def _check_same_model(self) -> None:
         mine = [(p.name, p.shape, p.itemsize, p.trainable) for p in self.profiles.values()]
@@ -787,7 +799,7 @@ class Runtime:
         """This rank's program ends: serves until all have ended, then gives everything back."""
         global _current
         try:
-            if self.comm.world_size > 1 and self.phase is not Phase.ENDED and self.failed is None:
+            if self.comm.alive and self.phase is not Phase.ENDED and self.failed is None:
                 self._serve(Flag.OUT | Flag.LEFT)
         finally:
             self.phase = Phase.ENDED
