@@ -18,6 +18,8 @@ from parallax.comm import Comm, Reduction
 
 FIRST_BUCKET_BYTES = 2**20
 """The first bucket is small, so that the first AllReduce starts early."""
+FINE_NUMEL = 2**15
+"""Average size from which copying gradients one by one, while they are in the cache, is faster than together."""
 
 
 class Bucket:
@@ -37,16 +39,40 @@ class Bucket:
             piece.view(p.shape)
             for p, piece in zip(parameters, self.gradients.split([p.numel() for p in parameters]), strict=True)
         ]
+        self.fine = not any(num_rows) and numel < FINE_NUMEL * len(parameters)
+        """Many small gradients: copied together when the last is there, not one by one."""
         self.num_missing = len(parameters)
         self.here = [False] * len(parameters)
         self.reduction: Reduction | None = None
 
-    def fill_missing(self) -> None:
-        """Zeros for gradients that this rank does not have."""
-        for view, marks, here in zip(self.views, self.marks, self.here, strict=True):
-            if not here:
-                view.zero_()
-                marks.zero_()
+    def fill(self, i: int, scale: float) -> None:
+        """The gradient of the i-th parameter into the buffer, times `scale`; zeros if there is none."""
+        grad = self.parameters[i].grad
+        if grad is not None and grad.layout != torch.strided:
+            grad = grad.coalesce()
+            self.marks[i].zero_().index_fill_(0, grad.indices()[0], 1)
+            grad = self.parameters[i].grad = grad.to_dense()
+        if grad is None or not self.here[i] or scale == 0:  # without samples a gradient may be NaN
+            self.views[i].zero_()
+            if not self.here[i]:
+                self.marks[i].zero_()
+        else:
+            torch.mul(grad, scale, out=self.views[i])
+
+    def complete(self, scale: float) -> None:
+        """What is not in the buffer yet."""
+        if not self.fine:
+            for i, here in enumerate(self.here):
+                if not here:
+                    self.fill(i, scale)
+        elif (
+            scale and all(self.here) and all(p.grad is not None and p.grad.is_sparse is False for p in self.parameters)
+        ):
+            torch.cat([p.grad.reshape(-1) for p in self.parameters if p.grad is not None], out=self.gradients)
+            self.gradients.mul_(scale)
+        else:
+            for i in range(len(self.here)):
+                self.fill(i, scale)
 
     def reset(self) -> None:
         self.num_missing = len(self.parameters)
@@ -97,38 +123,33 @@ class DenseGradients:
         """
         self._comm, self._mean = comm, mean
         self.buckets = [Bucket(group, sparse) for group in _fill(parameters, bucket_bytes)]
-        self._place = {p: (b, i) for b in self.buckets for i, p in enumerate(b.parameters)}
+        self._place = {id(p): (b, i) for b in self.buckets for i, p in enumerate(b.parameters)}
         self._next = 0
         self._before = before
 
-    def __contains__(self, parameter: object) -> bool:
-        return parameter in self._place
+    def ready(self, parameter: nn.Parameter, contribution: Contribution) -> bool:
+        """This rank's gradient of `parameter` is complete; off with its bucket when it is full.
 
-    def ready(self, parameter: nn.Parameter, contribution: Contribution) -> None:
-        """This rank's gradient of `parameter` is complete: into its bucket, and off with full buckets."""
-        bucket, i = self._place[parameter]
+        Returns:
+            False if the parameter is in no bucket.
+        """
+        place = self._place.get(id(parameter))
+        if place is None:
+            return False
+        bucket, i = place
         if bucket.here[i]:
             raise RuntimeError("a gradient arrived twice in one backward pass")
-        grad = parameter.grad
-        if grad is None:
-            return
-        if grad.layout != torch.strided:
-            grad = grad.coalesce()
-            bucket.marks[i].zero_().index_fill_(0, grad.indices()[0], 1)
-            grad = parameter.grad = grad.to_dense()
-        if contribution.scale:
-            torch.mul(grad, contribution.scale, out=bucket.views[i])
-        else:  # no samples: its gradient, which may be NaN, does not count
-            bucket.views[i].zero_()
         bucket.here[i] = True
         bucket.num_missing -= 1
+        if not bucket.fine:
+            bucket.fill(i, contribution.scale)
         if not bucket.num_missing:
             self._launch_full(contribution)
+        return True
 
     def finish(self, contribution: Contribution) -> Totals | None:
         """End of backward: sends what is left, waits, and sets every `.grad`; None without dense parameters."""
         for bucket in self.buckets[self._next :]:
-            bucket.fill_missing()
             bucket.num_missing = 0
         self._launch_full(contribution)
         totals = None
@@ -147,6 +168,7 @@ class DenseGradients:
     def _launch_full(self, contribution: Contribution) -> None:
         while self._next < len(self.buckets) and not self.buckets[self._next].num_missing:
             bucket = self.buckets[self._next]
+            bucket.complete(contribution.scale)
             bucket.tail.copy_(
                 torch.tensor(
                     [*map(float, bucket.here), contribution.weight, float(contribution.out)], dtype=bucket.tail.dtype

@@ -321,9 +321,7 @@ class Runtime:
             return
         if self.phase is not Phase.BACKWARD:
             self._on_backward()
-        if p in self.dense:
-            self.dense.ready(p, self._counts)
-        else:
+        if not self.dense.ready(p, self._counts):
             self._loose[p] = None
 
     def _on_backward(self) -> None:
@@ -344,9 +342,9 @@ class Runtime:
         self.phase = Phase.CLOSING
         with self._failing():
             self._settle()
-            for p in [p for p in self._loose if p in self.dense]:
-                del self._loose[p]
-                self.dense.ready(p, self._contribution())
+            for p in list(self._loose):
+                if self.dense.ready(p, self._contribution()):
+                    del self._loose[p]
             self.reads.forget()
             self.lookups.flush()
             tables = self._exchanged()
