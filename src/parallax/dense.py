@@ -127,6 +127,11 @@ class DenseGradients:
         self._next = 0
         self._before = before
 
+    def arrived(self, parameter: nn.Parameter) -> bool:
+        """A gradient of `parameter` came in the backward pass that is running."""
+        place = self._place.get(id(parameter))
+        return place is not None and place[0].here[place[1]]
+
     def ready(self, parameter: nn.Parameter, contribution: Contribution) -> bool:
         """This rank's gradient of `parameter` is complete; off with its bucket when it is full.
 
@@ -137,10 +142,14 @@ class DenseGradients:
         if place is None:
             return False
         bucket, i = place
-        if bucket.here[i]:
-            raise RuntimeError("a gradient arrived twice in one backward pass")
-        bucket.here[i] = True
-        bucket.num_missing -= 1
+        if not bucket.here[i]:
+            bucket.here[i] = True
+            bucket.num_missing -= 1
+        elif bucket.reduction is not None:
+            raise NotImplementedError(
+                "a parameter got a gradient again after it was sent, as one used in several segments under "
+                "checkpoint(..., use_reentrant=True) does; use checkpoint(..., use_reentrant=False)"
+            )
         if not bucket.fine:
             bucket.fill(i, contribution.scale)
         if not bucket.num_missing:

@@ -25,11 +25,20 @@ class Lookup:
     Args:
         ids: row numbers (int64, any shape), each in range; moved to the table's device.
         shape: shape of the result.
+        renorm: (max_norm, norm_type), or None.
         padding_idx: a row whose lookups have no gradient, in 0 .. rows - 1, or None.
     """
 
-    def __init__(self, table: Table, ids: torch.Tensor, shape: Sequence[int], padding_idx: int | None) -> None:
+    def __init__(
+        self,
+        table: Table,
+        ids: torch.Tensor,
+        shape: Sequence[int],
+        padding_idx: int | None = None,
+        renorm: tuple[float, float] | None = None,
+    ) -> None:
         self.table = table
+        self.renorm = renorm
         self.ids = ids.reshape(-1).to(device=table.device, dtype=torch.int64)
         self.shape = tuple(shape)
         self.is_padding = None if padding_idx is None else self.ids == padding_idx
@@ -87,13 +96,14 @@ class BagLookup(Lookup):
         per_sample_weights: torch.Tensor | None,
         include_last_offset: bool,
         padding_idx: int | None,
+        renorm: tuple[float, float] | None,
     ) -> None:
         if offsets is None:
             self._offsets = torch.arange(ids.shape[0], device=table.device) * ids.shape[1]
         else:
             self._offsets = offsets.to(device=table.device, dtype=torch.int64)
         num_bags = self._offsets.numel() - int(include_last_offset and offsets is not None)
-        super().__init__(table, ids, (max(num_bags, 0), table.width), padding_idx)
+        super().__init__(table, ids, (max(num_bags, 0), table.width), padding_idx, renorm)
         self._mode = mode
         self._include_last_offset = include_last_offset and offsets is not None
         self._weights = None if per_sample_weights is None else per_sample_weights.detach().reshape(-1)
@@ -214,6 +224,13 @@ class _Apply(torch.autograd.Function):
             ctx.lookups.flush()
         grads, weight_grad = lookup.gradients(grad)
         if lookup.trainable:
+            if lookup.table.by_frequency and lookup.table.contributions:
+                ctx.lookups.fail(
+                    NotImplementedError(
+                        f"{lookup.table.name!r}: with scale_grad_by_freq=True a table is looked up once in a "
+                        f"step, because lookups are counted one by one (rank {lookup.table.rank})"
+                    )
+                )
             lookup.table.contribute(lookup.window, lookup.slots(), grads)
             ctx.lookups.on_backward()
         return None, weight_grad, None, None
@@ -329,7 +346,7 @@ class Lookups:
                 for o in range(w.table.world_size)
             ]
             counts = [leased[o + 1] - leased[o] for o in range(w.table.world_size)]
-            asks.append(Ask(w.table, positions, counts))
+            asks.append(Ask(w.table, positions, counts, w.table.window.renorm))
             cuts.append(leased)
         answers = self._run_round(Request(asks=asks)).rows
         unleased_rows = []
@@ -343,6 +360,17 @@ class Lookups:
     def _want(self, table: Table, lookups: list[Lookup]) -> _Wanted:
         assert table.partitioning is not None
         ids = torch.cat([lookup.ids for lookup in lookups])
+        renorms = {lookup.renorm for lookup in lookups}
+        if len(table.window):
+            renorms.add(table.window.renorm)
+        if len(renorms) > 1:
+            self.fail(
+                NotImplementedError(
+                    f"{table.name!r} is looked up in one step with different max_norm (max_norm, norm_type: "
+                    f"{renorms}); use one for all lookups (rank {table.rank})"
+                )
+            )
+        table.window.renorm = renorms.pop()
         if table.device.type != "cpu":
             self._check_range(lookups[0], ids)
         keys, inverse = torch.unique(table.partitioning.keys(ids), return_inverse=True)

@@ -205,14 +205,15 @@ def _embedding(
     sparse: bool = False,
 ) -> torch.Tensor:
     table: Table = p._table
-    _check_options(p, max_norm, scale_grad_by_freq)
+    renorm = _renorm(p, max_norm, norm_type)
+    _check_frequency(p, scale_grad_by_freq)
     if input.dtype not in (torch.int64, torch.int32):  # torch's own error
         return F.embedding(input, table.data)
     if padding_idx is not None and not -table.num_rows <= padding_idx < table.num_rows:
         return F.embedding(input, table.data.new_empty(table.shape, device="meta"), padding_idx)
     table.sparse_grad |= sparse
     shape = (*input.shape, *table.row_shape)
-    return _look_up(p, Lookup(table, input, shape, _padding(table, padding_idx)), input)
+    return _look_up(p, Lookup(table, input, shape, _padding(table, padding_idx), renorm), input)
 
 
 def _embedding_bag(
@@ -230,7 +231,8 @@ def _embedding_bag(
     padding_idx: int | None = None,
 ) -> torch.Tensor:
     table: Table = p._table
-    _check_options(p, max_norm, scale_grad_by_freq)
+    renorm = _renorm(p, max_norm, norm_type)
+    _check_frequency(p, scale_grad_by_freq)
     # torch's own checks of the arguments, on stand-ins of the same shapes
     with torch.no_grad():
         dummy = torch.zeros(1, *table.row_shape, dtype=table.dtype, device=table.device)
@@ -253,6 +255,7 @@ def _embedding_bag(
         per_sample_weights=per_sample_weights,
         include_last_offset=include_last_offset,
         padding_idx=_padding(table, padding_idx),
+        renorm=renorm,
     )
     return _look_up(p, lookup, torch.empty(lookup.shape[0], device="meta"), per_sample_weights)
 
@@ -269,7 +272,8 @@ def _pick(p: Any, index: torch.Tensor) -> torch.Tensor:
             )
         )
     ids = torch.where(ids < 0, ids + table.num_rows, ids)
-    return _look_up(p, Lookup(table, ids, (*ids.shape, *table.row_shape), None), index)
+    _check_frequency(p, False)
+    return _look_up(p, Lookup(table, ids, (*ids.shape, *table.row_shape)), index)
 
 
 def _index_select(p: Any, index: torch.Tensor) -> torch.Tensor:
@@ -277,7 +281,8 @@ def _index_select(p: Any, index: torch.Tensor) -> torch.Tensor:
     if index.dim() > 1 or index.dtype not in (torch.int64, torch.int32):  # torch's own error
         return torch.index_select(table.data, 0, index)
     ids = index.reshape(-1)
-    return _look_up(p, Lookup(table, ids, (ids.numel(), *table.row_shape), None), ids)
+    _check_frequency(p, False)
+    return _look_up(p, Lookup(table, ids, (ids.numel(), *table.row_shape)), ids)
 
 
 def _look_up(p: Any, lookup: Lookup, ids: torch.Tensor, per_sample_weights: torch.Tensor | None = None) -> torch.Tensor:
@@ -291,11 +296,27 @@ def _padding(table: Table, padding_idx: int | None) -> int | None:
     return padding_idx % table.num_rows if padding_idx is not None else None
 
 
-def _check_options(p: Any, max_norm: float | None, scale_grad_by_freq: bool) -> None:
-    option = "max_norm" if max_norm is not None else "scale_grad_by_freq=True" if scale_grad_by_freq else None
-    if option:
+def _renorm(p: Any, max_norm: float | None, norm_type: float) -> tuple[float, float] | None:
+    if max_norm is None:
+        return None
+    if not p._table.sharded:
         p._lookups.fail(
-            NotImplementedError(f"{p._table.name!r}: lookups with {option} are not supported by parallax yet")
+            NotImplementedError(
+                f"{p._table.name!r}: lookups with max_norm change rows, which works for the weight of an nn.Embedding "
+                f"or nn.EmbeddingBag that has max_norm when parallax.distribute is called (rank {p._table.rank})"
+            )
+        )
+    return float(max_norm), float(norm_type)
+
+
+def _check_frequency(p: Any, scale_grad_by_freq: bool) -> None:
+    """Counts over all workers need the same kind of lookup everywhere: that of the module."""
+    if scale_grad_by_freq != p._table.by_frequency and torch.is_grad_enabled() and p.requires_grad:
+        p._lookups.fail(
+            NotImplementedError(
+                f"{p._table.name!r}: scale_grad_by_freq=True works for the weight of an nn.Embedding that has it when "
+                f"parallax.distribute is called, and then for all its lookups (rank {p._table.rank})"
+            )
         )
 
 
@@ -334,7 +355,7 @@ class WholeReads:
         table = p._table
         self.warn(table)
         ids = torch.arange(table.num_rows, device=table.device)
-        lookup = Lookup(table, ids, table.shape, None)
+        lookup = Lookup(table, ids, table.shape)
         table.use |= Use.DENSE
         return self._lookups.apply(lookup)
 
@@ -511,6 +532,8 @@ def _mutate(func: Any, name: str, args: Any, kwargs: Any) -> Any:
         numbers = not kwargs and not any(isinstance(x, (Whole, list)) for x in args[1:])
         for w in wholes:
             w._changed(Change(name, func._overloadname, by_lists, tuple(args[1:])) if numbers else None)
+    elif name == "_amp_foreach_non_finite_check_and_unscale_":
+        _unscale(func, wholes, *args)
     elif name == "copy_" and isinstance(args[0], Whole) and not args[0]._views and not isinstance(args[1], Whole):
         value = torch.as_tensor(args[1]).expand(args[0].shape)
         args[0]._held().copy_(args[0]._table.own_rows(value))
@@ -526,6 +549,17 @@ def _mutate(func: Any, name: str, args: Any, kwargs: Any) -> Any:
         if not any(out is fetched[id(w)][1] for w in wholes):
             return out
     return None if not func._schema.returns else args[0]
+
+
+def _unscale(
+    func: Any, wholes: list[Whole], grads: Sequence[Any], found_inf: torch.Tensor, inv_scale: torch.Tensor
+) -> None:
+    """GradScaler's check, with one answer for all ranks: a gradient is not finite if its norm is not."""
+    finite = [torch.isfinite(w._reads.norm(w._table, float("inf"))) for w in wholes]
+    func([g._held() if isinstance(g, Whole) else g for g in grads], found_inf, inv_scale)
+    found_inf.masked_fill_(~torch.stack(finite).all(), 1.0)
+    for w in wholes:
+        w._changed(Change("mul_", "Tensor", False, (inv_scale,)))
 
 
 def _written(func: Any, args: Any) -> list[Any]:

@@ -44,7 +44,9 @@ class ParameterProfile:
 
     `num_rows_touched` is the number of distinct rows that one worker looks up in one step, averaged
     over the workers. `rowwise` says whether the optimizer's update of a row depends on that row alone.
-    `meta` marks a parameter that was built on the meta device and has never existed whole.
+    `meta` marks a parameter that was built on the meta device and has never existed whole. `renormed` marks the
+    weight of a module with max_norm: looking a row up changes it. `by_frequency` marks lookups with
+    scale_grad_by_freq: the gradient of a row is divided by how often all workers looked it up.
     """
 
     name: str
@@ -55,6 +57,8 @@ class ParameterProfile:
     trainable: bool = True
     rowwise: bool = True
     meta: bool = False
+    renormed: bool = False
+    by_frequency: bool = False
 
     @property
     def num_rows(self) -> int:

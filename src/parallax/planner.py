@@ -47,6 +47,8 @@ def _decide(profile: ParameterProfile, world_size: int, config: Config) -> tuple
         return Placement.LOCAL, "one worker: nothing to exchange"
     if profile.meta:
         return _decide_meta(profile, world_size, config)
+    if profile.renormed:
+        return _decide_renormed(profile, config)
     if not profile.trainable:
         return Placement.LOCAL, "frozen: no gradient, every worker has a copy"
     if not profile.use:
@@ -57,6 +59,11 @@ def _decide(profile: ParameterProfile, world_size: int, config: Config) -> tuple
 
 
 def _decide_dense(profile: ParameterProfile, world_size: int) -> tuple[Placement, str]:
+    if profile.by_frequency:
+        raise ValueError(
+            f"parameter {profile.name!r} is looked up with scale_grad_by_freq=True and also used whole; counting "
+            f"lookups over all workers works for parameters that are only looked up"
+        )
     if Use.LOOKUP in profile.use:
         return Placement.ALLREDUCE, (
             "looked up and also used whole (as a tied weight is): its gradient has a value for every row, so "
@@ -75,7 +82,7 @@ def _decide_looked_up(profile: ParameterProfile, world_size: int, config: Config
             )
         here, there = Placement.SHARDED, Placement.ALLREDUCE
         how = "rows live on their owners"
-    elif config.sparse_allreduce == "gather":
+    elif config.sparse_allreduce == "gather" or profile.by_frequency:
         here, there = Placement.GATHER, Placement.ALLREDUCE
         how = "architecture 'allreduce' gathers the touched rows of the gradient"
     else:
@@ -84,6 +91,17 @@ def _decide_looked_up(profile: ParameterProfile, world_size: int, config: Config
     other = {Placement.ALLREDUCE: "reduced whole", Placement.GATHER: "with its touched rows gathered"}[there]
     costs = _cost(profile, here, world_size), _cost(profile, there, world_size)
     return here, f"{seen}: {how}, {costs[0]}; {other} {costs[1]}"
+
+
+def _decide_renormed(profile: ParameterProfile, config: Config) -> tuple[Placement, str]:
+    """Rows that a lookup may change live in one place, from the start."""
+    if config.architecture != "hybrid":
+        raise ValueError(
+            f"parameter {profile.name!r} is looked up with max_norm, which changes rows where they live, "
+            f"but Config.architecture={config.architecture!r} keeps a copy on every worker; use "
+            f"Config(architecture='hybrid')"
+        )
+    return Placement.SHARDED, "looked up with max_norm: a row is renormalised by its owner, for all workers"
 
 
 def _decide_meta(profile: ParameterProfile, world_size: int, config: Config) -> tuple[Placement, str]:

@@ -54,6 +54,8 @@ class Ask:
     table: Table
     positions: list[torch.Tensor]
     num_leased: list[int]
+    renorm: tuple[float, float] | None = None
+    """(max_norm, norm_type): the owner first scales down rows whose norm is larger."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,9 +100,10 @@ class Round:
 
 _FIXED = 9
 _ROUND, _VERSION, _FLAGS, _WEIGHT, _LOOP, _WANT, _FIELD, _ORDER, _BLOB = range(_FIXED)
-_PER_TABLE = 4
-_ASKED, _LEASED, _PUSHED, _PARTIAL = range(_PER_TABLE)
+_PER_TABLE = 6
+_ASKED, _LEASED, _PUSHED, _PARTIAL, _MAX_NORM, _NORM_TYPE = range(_PER_TABLE)
 _NOT_PUSHED = -1
+_NO_RENORM = -1.0
 
 
 class Rounds:
@@ -129,6 +132,8 @@ class Rounds:
         flags = [Flag(h[_FLAGS]) for h in received]
         self._check(received, flags)
         unpacked = [self._unpack(source, received[source], bodies[source]) for source in range(len(received))]
+        for header, (asked, _) in zip(received, unpacked, strict=True):
+            self._renorm(header, asked)
         answers = [self._answer(h, asked) for h, (asked, _) in zip(received, unpacked, strict=True)]
         sizes = [self._answer_size(request, owner) for owner in range(len(received))]
         got = self.comm.swap(answers, sizes)
@@ -169,6 +174,7 @@ class Rounds:
             for table in self.tables:
                 ask, push = asks.get(table), pushes.get(table)
                 asked, leased, pushed, partial = 0, 0, _NOT_PUSHED, 0
+                max_norm, norm_type = ask.renorm if ask is not None and ask.renorm else (_NO_RENORM, 2.0)
                 if ask is not None:
                     asked, leased = ask.positions[owner].numel(), ask.num_leased[owner]
                     pieces.append(ask.positions[owner])
@@ -181,7 +187,7 @@ class Rounds:
                     if positions is not None:
                         pieces.append(positions)
                     pieces.append(grads)
-                header += [asked, leased, pushed, partial]
+                header += [asked, leased, pushed, partial, _bits(max_norm), _bits(norm_type)]
             headers.append(header)
             bodies.append(_join_bytes([*pieces, blob], self.comm.device))
         return torch.tensor(headers, dtype=torch.int64), bodies
@@ -228,10 +234,10 @@ class Rounds:
     def _body_size(self, header: list[int]) -> int:
         size = 0
         for i, table in enumerate(self.tables):
-            asked, _, pushed, partial = header[_FIXED + _PER_TABLE * i :][:_PER_TABLE]
+            asked, _, pushed, partial, _, _ = header[_FIXED + _PER_TABLE * i :][:_PER_TABLE]
             size += _padded(asked * table.id_dtype.itemsize)
             if pushed != _NOT_PUSHED:
-                size += _padded(4 * pushed) * partial + _padded(pushed * table.row_bytes)
+                size += _padded(4 * pushed) * partial + _padded(pushed * table.push_width * table.dtype.itemsize)
         return size + _padded(header[_BLOB])
 
     def _unpack(self, source: int, header: list[int], body: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -239,7 +245,7 @@ class Rounds:
         cursor = _Cursor(body)
         asked_positions = []
         for i, table in enumerate(self.tables):
-            asked, leased, pushed, partial = header[_FIXED + _PER_TABLE * i :][:_PER_TABLE]
+            asked, leased, pushed, partial, _, _ = header[_FIXED + _PER_TABLE * i :][:_PER_TABLE]
             ids = cursor.take(asked, table.id_dtype)
             if leased:
                 table.leases[source].append(ids[:leased])
@@ -248,11 +254,19 @@ class Rounds:
                 positions = ids if not table.sharded else torch.cat(leases) if leases else ids[:0]
                 if partial:
                     positions = positions[cursor.take(pushed, torch.int32).long()]
-                grads = cursor.take(pushed * table.width, table.dtype).view(pushed, table.width)
+                width = table.push_width
+                grads = cursor.take(pushed * width, table.dtype).view(pushed, width)
                 table.receive(Incoming(source, positions, grads))
                 table.pushed = True
             asked_positions.append(ids if table.sharded else ids[:0])
         return asked_positions, cursor.take(header[_BLOB], torch.uint8)
+
+    def _renorm(self, header: list[int], asked: list[torch.Tensor]) -> None:
+        """Looking a row up with max_norm changes the row, before anyone reads it."""
+        for i, (table, positions) in enumerate(zip(self.tables, asked, strict=True)):
+            *_, max_norm, norm_type = header[_FIXED + _PER_TABLE * i :][:_PER_TABLE]
+            if positions.numel() and _float(max_norm) != _NO_RENORM:
+                torch.embedding_renorm_(table.data, positions.long(), _float(max_norm), _float(norm_type))
 
     def _answer(self, header: list[int], asked: list[torch.Tensor]) -> torch.Tensor:
         if header[_WANT] == Want.NORMS:

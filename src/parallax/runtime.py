@@ -135,6 +135,8 @@ class Runtime:
         self._loose: dict[nn.Parameter, None] = {}
         """Parameters with a dense gradient that are in no bucket yet, in the order of arrival."""
         self._num_steps = 0
+        self._queued = False
+        """`_close` will be called at the end of the backward pass that is running."""
         self._counts = Contribution(scale=0.0, weight=0.0, out=False)
         """How this rank's gradients count in the backward pass that is running."""
         self._samples, self._samples_known, self._batch_samples = 1.0, False, False
@@ -170,6 +172,10 @@ class Runtime:
     # -- start --------------------------------------------------------------------------------------
 
     def _first_plan(self) -> Plan:
+        embeddings = [m for m in self.model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
+        renormed = {m.weight for m in embeddings if m.max_norm is not None}
+        # not for bags: torch 2.13 divides their gradients by the counts of other rows
+        by_frequency = {m.weight for m in embeddings if m.scale_grad_by_freq and isinstance(m, nn.Embedding)}
         for p, name in self.names.items():
             plain = type(p) is nn.Parameter and p.dim() > 0 and p.is_floating_point()
             self.profiles[name] = ParameterProfile(
@@ -179,6 +185,8 @@ class Runtime:
                 use=Use.NONE if plain or not p.requires_grad else Use.DENSE,
                 trainable=p.requires_grad,
                 meta=p.is_meta,
+                renormed=p in renormed,
+                by_frequency=p in by_frequency,
             )
         return make_plan(list(self.profiles.values()), world_size=self.comm.world_size, config=self.config)
 
@@ -213,10 +221,13 @@ class Runtime:
             else:
                 table = Table(name, p, rank=self.comm.rank, world_size=self.comm.world_size, device=self.comm.device)
                 table.placement = plan.placement
+                table.by_frequency = profile.by_frequency
                 self.tables[name] = table
-                if plan.placement is Placement.SHARDED:
+                if p.is_meta:
                     self._make_rows(table, plan.owners)
                     adopt(p, ShardedParameter, table, self.lookups, self.reads)
+                elif plan.placement is Placement.SHARDED:
+                    self._shard(table, plan.owners)
                 else:
                     adopt(p, WatchedParameter, table, self.lookups, self.reads)
             if p.requires_grad and plan.placement is not Placement.SHARDED:
@@ -245,7 +256,8 @@ class Runtime:
 
     def _hook_parameter(self, p: nn.Parameter) -> None:
         def before_accumulating(grad: torch.Tensor) -> None:
-            if p.grad is not None and self.phase is not Phase.ENDED:  # reduced by an earlier backward: kept apart
+            # A gradient of an earlier backward has been reduced: kept apart.
+            if p.grad is not None and self.phase is not Phase.ENDED and not self._has_arrived(p):
                 self._before[p] = self._before.get(p, p.grad)
                 p.grad = None
 
@@ -316,30 +328,32 @@ class Runtime:
 
     # -- backward -----------------------------------------------------------------------------------
 
+    def _has_arrived(self, p: nn.Parameter) -> bool:
+        return p in self._loose or self.dense.arrived(p)
+
     def _on_dense_gradient(self, p: nn.Parameter) -> None:
         if self.phase is Phase.ENDED:
             return
-        if self.phase is not Phase.BACKWARD:
+        if not self._queued:
             self._on_backward()
         if not self.dense.ready(p, self._counts):
             self._loose[p] = None
 
     def _on_backward(self) -> None:
-        if self.phase is not Phase.BACKWARD:
-            self.phase = Phase.BACKWARD
-            self._counts = self._contribution()
+        if not self._queued:
+            if self.phase is not Phase.BACKWARD:
+                self._counts = self._contribution()
+            self._queued, self.phase = True, Phase.BACKWARD
             torch.autograd.Variable._execution_engine.queue_callback(self._close)
 
     def _close(self) -> None:
         """The end of a backward pass: from here on `.grad` means what it means on one device."""
         if torch._C._current_autograd_node() is not None:
-            self.fail(
-                NotImplementedError(
-                    "parallax does not support a backward pass inside a backward pass, as "
-                    "checkpoint(..., use_reentrant=True) makes; use checkpoint(..., use_reentrant=False)"
-                )
-            )
-        self.phase = Phase.CLOSING
+            # The end of a backward inside a backward (checkpoint with use_reentrant=True): the outer one goes on, and
+            # reaches at least the parameter or lookup that made the checkpoint's input require a gradient.
+            self._queued = False
+            return
+        self._queued, self.phase = False, Phase.CLOSING
         with self._failing():
             self._settle()
             for p in list(self._loose):
@@ -530,6 +544,11 @@ class Runtime:
         if self.phase is Phase.ENDED or not self._know(optimizer):
             return None
         with self._failing():
+            if self.phase is Phase.BACKWARD:
+                raise ParallaxError(
+                    f"rank {self.comm.rank}: a backward pass did not come to its end before the optimizer's step: it "
+                    f"failed, or all of it ran inside checkpoint(..., use_reentrant=True); use_reentrant=False works"
+                )
             self.lookups.flush()
             if self._uneven and self.phase is not Phase.SERVING:
                 self._share_step(optimizer)

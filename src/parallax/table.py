@@ -79,6 +79,8 @@ class Window:
         """Slot of each of `keys`."""
         self.rows = torch.empty(0, table.width, dtype=table.dtype, device=table.device)
         """The leased rows by slot, shape (slots, width)."""
+        self.renorm: tuple[float, float] | None = None
+        """(max_norm, norm_type) of the lookups that leased the rows."""
         self.spans: list[list[tuple[int, int]]] = [[] for _ in range(table.world_size)]
         """Per owner, the spans of slots leased from it, oldest first."""
 
@@ -160,6 +162,8 @@ class Table:
         self.partitioning: Partitioning | None = None
         self.sparse_grad = False
         """The lookups asked for sparse=True: the gradient is a COO tensor."""
+        self.by_frequency = False
+        """The lookups asked for scale_grad_by_freq: gradients travel with a count of lookups behind each row."""
         self.use = Use.NONE
         self.num_rows_touched = 0
         """Distinct rows with a gradient in this rank's latest step."""
@@ -182,6 +186,11 @@ class Table:
     @property
     def num_held(self) -> int:
         return self.partitioning.num_held[self.rank] if self.partitioning else self.num_rows
+
+    @property
+    def push_width(self) -> int:
+        """Elements that travel for the gradient of a row."""
+        return self.width + self.by_frequency
 
     @property
     def row_bytes(self) -> int:
@@ -231,6 +240,8 @@ class Table:
     # -- gradients ----------------------------------------------------------------------------------
 
     def contribute(self, window: Window | None, slots: torch.Tensor, grads: torch.Tensor) -> None:
+        if self.by_frequency:
+            grads = torch.cat([grads, grads.new_ones(grads.shape[0], 1)], dim=1)
         self.contributions.append(Contribution(window, slots, grads))
 
     def stale_keys(self) -> torch.Tensor | None:
@@ -299,6 +310,9 @@ class Table:
             return
         positions = torch.cat([i.positions for i in incoming]).long()
         grads = torch.cat([_scaled(i.grads, scales[i.source]) for i in incoming])
+        if self.by_frequency:
+            counts = add_rows(torch.cat([i.grads[:, self.width :] for i in incoming]), positions, self.num_held)
+            grads = grads[:, : self.width] / counts[positions]
         if self.sparse_grad:
             touched, slots = torch.unique(positions, return_inverse=True)
             values = add_rows(grads, slots, touched.numel()).reshape(-1, *self.row_shape)
