@@ -79,7 +79,7 @@ def run(
     world_size: int,
     fn: Callable[..., Any],
     *args: Any,
-    timeout: float = TIMEOUT,
+    timeout: float | None = None,
     expect_errors: bool = False,
     backend: str = "gloo",
 ) -> list[Any]:
@@ -87,12 +87,13 @@ def run(
 
     Args:
         fn: a function at the top level of a module. What it returns travels by value.
+        timeout: seconds; TIMEOUT by default.
         expect_errors: return an `Outcome` per rank, whether it failed or not.
 
     Raises:
         JobFailed: a rank failed (without `expect_errors`), or did not end in time.
     """
-    return _pool().run(world_size, fn, args, timeout, expect_errors, backend)
+    return _pool().run(world_size, fn, args, timeout or TIMEOUT, expect_errors, backend)
 
 
 def close() -> None:
@@ -182,17 +183,13 @@ class Pool:
             raise JobFailed(f"{what} on {world_size} ranks: {names}", outcomes)
         return [o.value for o in outcomes]
 
-    def _collect(
-        self, processes: list[_Process], deadline: float, patient: bool
-    ) -> tuple[list[Outcome], bool]:
+    def _collect(self, processes: list[_Process], deadline: float, patient: bool) -> tuple[list[Outcome], bool]:
         """The outcome of each rank, and whether a rank had to be stopped although none had failed before."""
         outcomes: dict[int, Outcome] = {}
         started = time.monotonic()
         first_failure: float | None = None
         while len(outcomes) < len(processes):
-            waiting: dict[Any, int] = {
-                p.connection: rank for rank, p in enumerate(processes) if rank not in outcomes
-            }
+            waiting: dict[Any, int] = {p.connection: rank for rank, p in enumerate(processes) if rank not in outcomes}
             ready = multiprocessing.connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
             if not ready:
                 break
@@ -251,9 +248,7 @@ class Pool:
             socket.send_fds(self._control, [_COMMAND.pack(b"f", 0)], [there.fileno(), log_fd])
             pid = self._reply()
         except OSError as error:
-            raise RuntimeError(
-                f"the nursery of ranks is gone (exit status {self._nursery.poll()})"
-            ) from error
+            raise RuntimeError(f"the nursery of ranks is gone (exit status {self._nursery.poll()})") from error
         finally:
             there.close()
             os.close(log_fd)
@@ -265,9 +260,7 @@ class Pool:
             self._control.sendall(_COMMAND.pack(b"w", process.pid))
             status = self._reply()
             killed = status < 0
-            process.exit_status = (
-                f"killed by {signal.Signals(-status).name}" if killed else f"exit status {status}"
-            )
+            process.exit_status = f"killed by {signal.Signals(-status).name}" if killed else f"exit status {status}"
         return process.exit_status
 
     def _reply(self) -> int:
@@ -311,10 +304,7 @@ def environment() -> dict[str, str]:
 
 def _start_nursery() -> tuple[subprocess.Popen[bytes], socket.socket]:
     here, there = socket.socketpair()
-    program = (
-        "import json, sys; sys.path[:] = json.loads(sys.argv[1]);"
-        "import ranks; ranks.nursery(int(sys.argv[2]))"
-    )
+    program = "import json, sys; sys.path[:] = json.loads(sys.argv[1]);import ranks; ranks.nursery(int(sys.argv[2]))"
     path = [os.path.dirname(os.path.abspath(__file__)), *sys.path]
     log_fd, log = _log()
     process = subprocess.Popen(
@@ -336,9 +326,7 @@ def _start_nursery() -> tuple[subprocess.Popen[bytes], socket.socket]:
         if not ready:
             here.close()
             process.kill()
-            raise RuntimeError(
-                f"the nursery of ranks did not start (exit status {process.wait()}):\n{log.read()}"
-            )
+            raise RuntimeError(f"the nursery of ranks did not start (exit status {process.wait()}):\n{log.read()}")
     return process, here
 
 
@@ -438,6 +426,7 @@ def _do(connection: Connection, data: bytes) -> None:
         module, _, name = what.partition(":")
         fn = getattr(importlib.import_module(module), name)
         torch.manual_seed(0)
+        sys.excepthook = sys.__excepthook__  # each process group wraps the one that it finds
         if world_size > 1:
             limit = datetime.timedelta(seconds=timeout)
             host = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=limit)
@@ -449,9 +438,7 @@ def _do(connection: Connection, data: bytes) -> None:
             _leave_parallax()
         message = _dumps(outcome)
     except BaseException as error:
-        sys.excepthook(
-            type(error), error, error.__traceback__
-        )  # an uncaught exception, as in a program of its own
+        sys.excepthook(type(error), error, error.__traceback__)  # an uncaught exception, as in a program of its own
         failure = Outcome(rank, error=type(error).__name__, text=str(error), traceback=traceback.format_exc())
         connection.send_bytes(_dumps(failure))
         sys.stderr.flush()
