@@ -4,6 +4,7 @@ from parallax.api import distribute as distribute
 from parallax.api import explain as explain
 from parallax.api import shutdown as shutdown
 from parallax.api import traffic as traffic
+from parallax.comm import DisagreementError as DisagreementError
 from parallax.comm import ParallaxError as ParallaxError
 from parallax.comm import PeerError as PeerError
 from parallax.comm import rank as rank

@@ -67,6 +67,14 @@ class Reduction:
 _runs = itertools.count()
 
 
+def _without_repeats(tensor: torch.Tensor) -> torch.Tensor:
+    """An expanded tensor's elements, each once."""
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
 class Comm:
     """The ways to talk of one run. All ranks make it together, in the same order as their other runs."""
 
@@ -109,9 +117,12 @@ class Comm:
         if self.world_size == 1:
             return
         with self._watching("taking over rank 0's weights"):
-            works = [dist.broadcast(t, src=0, group=self._buckets, async_op=True) for t in tensors]
-            for work in works:
-                work.wait()
+            for tensor in tensors:
+                once = _without_repeats(tensor)
+                dense = once.contiguous()
+                dist.broadcast(dense, src=0, group=self._buckets)
+                if dense is not once:
+                    once.copy_(dense)
 
     def all_gather(self, value: Any) -> list[Any]:
         """Every rank's `value` (small, picklable), in rank order."""
@@ -119,7 +130,8 @@ class Comm:
             return [value]
         values: list[Any] = [None] * self.world_size
         with self._watching("agreeing with the other ranks"):
-            dist.all_gather_object(values, value, group=self._buckets)
+            # Between rounds all ranks are at the same place; buckets may be under way on some ranks only.
+            dist.all_gather_object(values, value, group=self._rounds)
         return values
 
     # -- dense buckets ------------------------------------------------------------------------------
@@ -272,7 +284,7 @@ class Comm:
                     f"{who} has been silent for {waited:.0f} s (Config.timeout={self.timeout:g}) while this rank was "
                     f"{doing}"
                 ) from error
-            raise self.peer_error(f"{who} is gone; this rank was {doing}", patience=2.0) from error
+            raise self.peer_error(f"{who} is gone; this rank was {doing} ({error})", patience=2.0) from error
 
     def close(self) -> None:
         """Gives back the process groups that this object made."""

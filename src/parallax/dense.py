@@ -147,7 +147,7 @@ class DenseGradients:
             bucket.num_missing -= 1
         elif bucket.reduction is not None:
             raise NotImplementedError(
-                "a parameter got a gradient again after it was sent, as one used in several segments under "
+                "its gradient came again after it was sent, as that of a parameter used in several segments under "
                 "checkpoint(..., use_reentrant=True) does; use checkpoint(..., use_reentrant=False)"
             )
         if not bucket.fine:
@@ -191,6 +191,9 @@ class DenseGradients:
         for p, view, marks, here, any_rank in zip(
             bucket.parameters, bucket.views, bucket.marks, bucket.here, used, strict=True
         ):
+            if any_rank and not here and p.grad is not None:  # of an earlier backward: this rank had none in this one
+                self._before.setdefault(p, p.grad)
+                p.grad = None
             if any_rank and marks.numel():
                 rows = marks.nonzero().squeeze(1)
                 p.grad = torch.sparse_coo_tensor(

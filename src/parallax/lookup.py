@@ -185,6 +185,11 @@ class Deferred(torch.Tensor):
     def tolist(self) -> Any:
         return self.detach().tolist()
 
+    def numpy(self, *, force: bool = False) -> Any:
+        if self.requires_grad and not force:
+            raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
+        return self._value().detach().numpy(force=force)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.detach().clone().requires_grad_(self.requires_grad).__reduce_ex__(protocol)
 

@@ -26,6 +26,7 @@ class Rowwise:
 
 
 _ROWS, _WIDTH, _STEPS = 5, 3, 3
+_LEARNING_RATE = 0.1
 
 
 def probe(optimizer: torch.optim.Optimizer, table: Table) -> Rowwise:
@@ -46,10 +47,12 @@ def probe(optimizer: torch.optim.Optimizer, table: Table) -> Rowwise:
         parts = [_train(optimizer, group, start, grads, touched, rows, table)[0] for rows in ([0, 2, 3], [1, 4])]
     except Exception as error:  # a closure is needed, or an optimizer that cannot be copied: it stays whole
         return Rowwise(False, reason=f"{type(optimizer).__name__} could not be tried on parts of a table: {error}")
+    whole = whole - start  # updates, so that a small one is not lost in the parameter
+    parts[0], parts[1] = parts[0] - start[[0, 2, 3]], parts[1] - start[[1, 4]]
     joined = torch.empty_like(whole)
     joined[[0, 2, 3]], joined[[1, 4]] = parts[0], parts[1]
     keys = frozenset(k for k, v in state.items() if isinstance(v, torch.Tensor) and v.dim() and v.shape[0] == _ROWS)
-    if torch.allclose(joined, whole, rtol=1e-5, atol=1e-6):
+    if torch.allclose(joined, whole, rtol=1e-4, atol=1e-6):
         return Rowwise(True, keys)
     return Rowwise(False, keys, f"{type(optimizer).__name__}'s update of a row depends on other rows")
 
@@ -84,6 +87,7 @@ def _train(
 def _sibling(optimizer: torch.optim.Optimizer, group: dict[str, Any], p: torch.nn.Parameter) -> torch.optim.Optimizer:
     """An optimizer of the same class and settings for `p` alone."""
     settings = {k: copy.deepcopy(v) for k, v in group.items() if k not in ("params", "param_names", "initial_lr")}
+    settings["lr"] = _LEARNING_RATE  # that of a warm-up may be too small for differences to show
     accepted = inspect.signature(type(optimizer).__init__).parameters
     try:
         trial = type(optimizer)([p], **{k: v for k, v in settings.items() if k in accepted})
@@ -124,10 +128,11 @@ def whole_state(
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for number, p in enumerate(parameters):
         table = tables.get(p)
+        if number in state:
+            state[number] = dict(state[number])  # the optimizer's own entry may be cut later
         if table is not None and number in state:
-            entry = dict(state[number])
+            entry = state[number]
             for key in sorted(keys(table)):
                 if isinstance(entry.get(key), torch.Tensor):
                     entry[key] = read(table, key)
-            state[number] = entry
     return {**state_dict, "state": state}

@@ -152,13 +152,11 @@ def _attribute(func: Any, name: str, args: Any) -> Any:
     table, which = p._table, getattr(func.__self__, "__name__", "")
     if name == "__set__":
         value = args[1]
-        if which == "grad" and value is not None and not isinstance(value, Whole):
-            table.grad = table.own_rows(value)
+        if which == "grad":
+            _assign_grad(p, value)
             return None
         if which == "data":
             Whole(table, p._reads, "data").copy_(value)
-            return None
-        if isinstance(value, Whole):  # p.grad = p.grad
             return None
     elif which == "grad":
         return None if table.grad is None else Whole(table, p._reads, "grad")
@@ -168,6 +166,21 @@ def _attribute(func: Any, name: str, args: Any) -> Any:
         return func(torch.empty(table.shape, dtype=table.dtype, device="meta")) if which[0] in "sni" else p.t()
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args)
+
+
+def _assign_grad(p: ShardedParameter, value: Any) -> None:
+    table = p._table
+    if isinstance(value, Whole):
+        if value._table is table and value._field == "grad" and not value._views:  # p.grad = p.grad
+            return
+        value = value._fetch()[1]
+    if value is not None and tuple(value.shape) != table.shape:
+        raise RuntimeError(
+            f"assigned grad has data of a different size: {tuple(value.shape)} for {table.name!r} of {table.shape}"
+        )
+    table.grad = None if value is None else table.own_rows(value)
+    if value is not None:
+        p._reads.unrepeatable.add(table.name)
 
 
 # -- recognising lookups ------------------------------------------------------------------------------
@@ -344,7 +357,7 @@ class WholeReads:
         self._lookups, self._run_round, self._tables = lookups, run_round, tables
         self.on_change = on_change
         self._warned: set[str] = set()
-        self._norms: dict[float, tuple[list[int], list[torch.Tensor]]] = {}
+        self._norms: dict[float, tuple[list[tuple[Any, int]], list[torch.Tensor]]] = {}
         self.changes: dict[str, list[Change]] = {}
         """By table, what was done to its gradient since the latest backward."""
         self.unrepeatable: set[str] = set()
@@ -379,13 +392,16 @@ class WholeReads:
     def norm(self, table: Table, order: float) -> torch.Tensor:
         """The norm of a table's whole gradient, equal on all ranks. One round serves all tables."""
         tables = list(self._tables())
-        versions = [(-1 if t.grad is None else t.grad._version, id(t.grad)) for t in tables]
-        key = [hash(v) for v in versions]
+        now = [(t.grad, -1 if t.grad is None else t.grad._version) for t in tables]
         cached = self._norms.get(order)
-        if cached is None or cached[0] != key:
+        if cached is None or any(a[0] is not b[0] or a[1] != b[1] for a, b in zip(cached[0], now, strict=True)):
             parts = torch.stack(self._run_round(Request(want=Want.NORMS, order=order)).norms)
-            cached = self._norms[order] = (key, [join_norms(parts[:, i], order) for i in range(len(tables))])
+            cached = self._norms[order] = (now, [join_norms(parts[:, i], order) for i in range(len(tables))])
         return cached[1][tables.index(table)].to(table.dtype)
+
+    def flush(self) -> None:
+        """Gives pending lookups their values."""
+        self._lookups.flush()
 
     def forget(self) -> None:
         """Gradients are about to be new tensors."""
@@ -523,14 +539,17 @@ def _mutate(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     flat = tree_flatten((args, kwargs))[0]
     wholes = [x for x in flat if isinstance(x, Whole)]
     others = [x for x in flat if isinstance(x, torch.Tensor) and not isinstance(x, Whole) and x.dim() > 0]
-    alike = all(not w._views and w._table is wholes[0]._table for w in wholes)
+    alike = all(w._table is wholes[0]._table for w in wholes)
     by_lists = name.startswith("_foreach_")
-    if name in _ELEMENTWISE and all(not w._views for w in wholes) and (by_lists or (alike and not others)):
-        # Where the rows live. In a foreach, plain tensors stand beside the tables, each with its own numbers.
+    written = _written(func, args)
+    if any(w._field == "data" for w in wholes):
+        wholes[0]._reads.flush()  # lookups made before see the rows as they were
+    on_owners = _partners_are_alike(args) if by_lists else alike and not others
+    if name in _ELEMENTWISE and on_owners and all(not w._views for w in wholes):
         held = tree_map(lambda x: x._held() if isinstance(x, Whole) else x, (args, kwargs))
         func(*held[0], **held[1])
         numbers = not kwargs and not any(isinstance(x, (Whole, list)) for x in args[1:])
-        for w in wholes:
+        for w in _whole_among(written):
             w._changed(Change(name, func._overloadname, by_lists, tuple(args[1:])) if numbers else None)
     elif name == "_amp_foreach_non_finite_check_and_unscale_":
         _unscale(func, wholes, *args)
@@ -542,10 +561,8 @@ def _mutate(func: Any, name: str, args: Any, kwargs: Any) -> Any:
         fetched = {id(w): w._fetch() for w in wholes}
         real = tree_map(lambda x: fetched[id(x)][1] if isinstance(x, Whole) else x, (args, kwargs))
         out = func(*real[0], **real[1])
-        written = _written(func, args)
-        for w in wholes:
-            if any(w is x for x in written):
-                w._keep(fetched[id(w)][0])
+        for w in _whole_among(written):
+            w._keep(fetched[id(w)][0])
         if not any(out is fetched[id(w)][1] for w in wholes):
             return out
     return None if not func._schema.returns else args[0]
@@ -560,6 +577,20 @@ def _unscale(
     found_inf.masked_fill_(~torch.stack(finite).all(), 1.0)
     for w in wholes:
         w._changed(Change("mul_", "Tensor", False, (inv_scale,)))
+
+
+def _whole_among(values: list[Any]) -> list[Whole]:
+    return [x for x in values if isinstance(x, Whole)]
+
+
+def _partners_are_alike(args: Any) -> bool:
+    """In a foreach, what stands beside a table in other lists are the same table's tensors, or numbers."""
+    lists = [a for a in args if isinstance(a, (list, tuple)) and any(isinstance(x, torch.Tensor) for x in a)]
+    for partners in zip(*lists, strict=False):
+        tables = {id(x._table) if isinstance(x, Whole) else 0 for x in partners if isinstance(x, torch.Tensor)}
+        if len(tables) > 1:
+            return False
+    return True
 
 
 def _written(func: Any, args: Any) -> list[Any]:

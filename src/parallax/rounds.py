@@ -93,13 +93,9 @@ class Round:
         """Every rank has either pushed all its gradients or has no data, and not all are without data."""
         return all(f & (Flag.DONE | Flag.OUT) for f in self.flags) and any(f & Flag.DONE for f in self.flags)
 
-    @property
-    def ends_loop(self) -> bool:
-        return all(f & Flag.OUT for f in self.flags)
 
-
-_FIXED = 9
-_ROUND, _VERSION, _FLAGS, _WEIGHT, _LOOP, _WANT, _FIELD, _ORDER, _BLOB = range(_FIXED)
+_FIXED = 8
+_VERSION, _FLAGS, _WEIGHT, _LOOP, _WANT, _FIELD, _ORDER, _BLOB = range(_FIXED)
 _PER_TABLE = 6
 _ASKED, _LEASED, _PUSHED, _PARTIAL, _MAX_NORM, _NORM_TYPE = range(_PER_TABLE)
 _NOT_PUSHED = -1
@@ -109,11 +105,11 @@ _NO_RENORM = -1.0
 class Rounds:
     """Runs rounds over the tables of a run."""
 
-    def __init__(self, comm: Comm, fields: Callable[[Table], list[torch.Tensor | None]]) -> None:
+    def __init__(self, comm: Comm, fields: Callable[[Table, int], torch.Tensor | None]) -> None:
         """
         Args:
-            fields: the tensors of a table that can be read by rows: weight, gradient, optimizer state; each of
-                shape (rows held, ...). Same order on all ranks.
+            fields: the tensors of a table that can be read by rows, by number: 0 is the weight, 1 the gradient, then
+                come entries of optimizer state; shape (rows held, ...). The same on all ranks.
         """
         self.comm = comm
         self.tables: list[Table] = []
@@ -135,7 +131,7 @@ class Rounds:
         for header, (asked, _) in zip(received, unpacked, strict=True):
             self._renorm(header, asked)
         answers = [self._answer(h, asked) for h, (asked, _) in zip(received, unpacked, strict=True)]
-        sizes = [self._answer_size(request, owner) for owner in range(len(received))]
+        sizes = self._answer_sizes(request)
         got = self.comm.swap(answers, sizes)
         rows: list[list[torch.Tensor]] = []
         norms: list[torch.Tensor] = []
@@ -158,7 +154,6 @@ class Rounds:
         pushes = {push.table: push for push in request.pushes}
         blob = request.blob if request.blob is not None else _no_bytes(self.comm.device)
         fixed = [
-            self.num_rounds,
             self.version,
             int(request.flags),
             _bits(request.weight),
@@ -192,25 +187,29 @@ class Rounds:
             bodies.append(_join_bytes([*pieces, blob], self.comm.device))
         return torch.tensor(headers, dtype=torch.int64), bodies
 
-    def _answer_size(self, request: Request, owner: int) -> int:
+    def _answer_sizes(self, request: Request) -> list[int]:
+        """Bytes that each rank answers with."""
         if request.want is Want.NORMS:
-            return 8 * len(self.tables)
-        return sum(
-            _padded(ask.positions[owner].numel() * self._width_bytes(ask.table, request.field)) for ask in request.asks
-        )
+            return [8 * len(self.tables)] * self.comm.world_size
+        sizes = [0] * self.comm.world_size
+        for ask in request.asks:
+            field = self._field(ask.table, request.field)
+            for owner, positions in enumerate(ask.positions):
+                sizes[owner] += _padded(positions.numel() * field.shape[1] * field.dtype.itemsize)
+        return sizes
 
     def _split_answers(self, request: Request, got: list[torch.Tensor]) -> list[list[torch.Tensor]]:
         cursors = [_Cursor(buffer) for buffer in got]
-        rows = []
-        for ask in request.asks:
+        rows = {}
+        for ask in sorted(request.asks, key=lambda ask: self.tables.index(ask.table)):  # as owners answer
             field = self._field(ask.table, request.field)
             width = field.shape[1]
             per_owner = []
             for owner, cursor in enumerate(cursors):
                 n = ask.positions[owner].numel()
                 per_owner.append(cursor.take(n * width, field.dtype).view(n, width))
-            rows.append(per_owner)
-        return rows
+            rows[ask.table] = per_owner
+        return [rows[ask.table] for ask in request.asks]
 
     # -- incoming -----------------------------------------------------------------------------------
 
@@ -220,8 +219,8 @@ class Rounds:
         versions = [h[_VERSION] for h in headers]
         if len(set(versions)) > 1:
             raise DisagreementError(
-                f"rank {self.comm.rank}: every rank must call optimizer.step() the same number of times, but the "
-                f"ranks have done so {versions} times"
+                f"rank {self.comm.rank}: every rank must call optimizer.step() (and edit tables) the same number "
+                f"of times, but the ranks have done so {versions} times"
             )
         loops = [h[_LOOP] for h in headers]
         if len(set(loops)) > 1 and any(f & Flag.OUT and not f & Flag.LEFT for f in flags):
@@ -282,15 +281,14 @@ class Rounds:
 
     def _field(self, table: Table, field: int) -> torch.Tensor:
         """Field number `field` of the rows held here, shape (rows held, elements of a row)."""
-        value = self.fields(table)[field]
+        value = self.fields(table, field)
         if value is None:
-            raise ParallaxError(f"rank {self.comm.rank}: {table.name!r} has no field {field} to read here")
+            raise ParallaxError(
+                f"rank {self.comm.rank}: {table.name!r} has no {'gradient' if field == 1 else 'optimizer state'} here, but "
+                f"another rank reads it; drop and read it on all ranks alike"
+            )
         dense = value.to_dense() if value.layout == torch.sparse_coo else value
         return table.flat(dense) if dense.shape[1:] == table.row_shape else dense.reshape(dense.shape[0], -1)
-
-    def _width_bytes(self, table: Table, field: int) -> int:
-        value = self._field(table, field)
-        return value.shape[1] * value.dtype.itemsize
 
 
 def norm_part(table: Table, order: float) -> torch.Tensor:

@@ -20,6 +20,7 @@ import os
 import socket
 import sys
 import threading
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -116,9 +117,10 @@ class Runtime:
         self.failed: BaseException | None = None
         self.optimizers: list[torch.optim.Optimizer] = []
         self._rowwise: dict[tuple[Any, ...], Rowwise] = {}
+        self._member_ids: dict[int, tuple[int, set[int]]] = {}
         self._unhook: list[Callable[[], Any]] = []
 
-        self.rounds = Rounds(self.comm, self._fields)
+        self.rounds = Rounds(self.comm, self._field)
         self.lookups = Lookups(
             self._run_round,
             on_backward=self._on_backward,
@@ -135,6 +137,7 @@ class Runtime:
         self._loose: dict[nn.Parameter, None] = {}
         """Parameters with a dense gradient that are in no bucket yet, in the order of arrival."""
         self._num_steps = 0
+        self._step_depth, self._resume_phase = 0, Phase.FORWARD
         self._queued = False
         """`_close` will be called at the end of the backward pass that is running."""
         self._counts = Contribution(scale=0.0, weight=0.0, out=False)
@@ -216,9 +219,7 @@ class Runtime:
     def _adopt_parameters(self) -> None:
         for p, name in self.names.items():
             profile, plan = self.profiles[name], self.plan[name]
-            if profile.use is Use.DENSE:
-                self._order.append(name)
-            else:
+            if type(p) is nn.Parameter and p.dim() > 0 and p.is_floating_point():
                 table = Table(name, p, rank=self.comm.rank, world_size=self.comm.world_size, device=self.comm.device)
                 table.placement = plan.placement
                 table.by_frequency = profile.by_frequency
@@ -239,8 +240,10 @@ class Runtime:
         table.partitioning = Partitioning(table.num_rows, owners, self.comm.world_size, self.comm.device)
         rows = torch.empty((table.num_held, *table.row_shape), dtype=table.dtype, device=self.comm.device)
         module, attribute = _holder(self.model, table.name)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(torch.initial_seed() + 1 + self.comm.rank)  # ranks fill different rows
+        devices = [] if self.comm.device.type == "cpu" else [self.comm.device]
+        with torch.random.fork_rng(devices=devices):
+            # Ranks and tables draw different rows.
+            torch.manual_seed((torch.initial_seed() + zlib.crc32(f"{table.name} {self.comm.rank}".encode())) % 2**63)
             if self.config.init is not None:
                 self.config.init(table.name, rows)
             elif isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and attribute == "weight":
@@ -336,7 +339,11 @@ class Runtime:
             return
         if not self._queued:
             self._on_backward()
-        if not self.dense.ready(p, self._counts):
+        try:
+            known = self.dense.ready(p, self._counts)
+        except NotImplementedError as error:
+            self.fail(NotImplementedError(f"rank {self.comm.rank}: {self.names[p]!r}: {error}"))
+        if not known:
             self._loose[p] = None
 
     def _on_backward(self) -> None:
@@ -394,9 +401,7 @@ class Runtime:
             self._reference_samples = max(closing.weights) or 1.0
         contribution = self._contribution()
         self._uneven = any(f & Flag.OUT for f in closing.flags)
-        if any(f & Flag.NEWS for f in closing.flags):
-            self._agree(contribution)
-        self._finish_dense(contribution)
+        self._finish_dense(contribution, news=any(f & Flag.NEWS for f in closing.flags))
         active = [w if not f & Flag.OUT else 0.0 for w, f in zip(closing.weights, closing.flags, strict=True)]
         total = sum(active) if self.config.reduction == "mean" else 1.0
         equal = len(set(active)) == 1
@@ -407,8 +412,10 @@ class Runtime:
                 scales = [1 / len(active)] * len(active) if equal else [w / (total or 1.0) for w in active]
             table.finish_gradient(scales)
 
-    def _finish_dense(self, contribution: Contribution) -> None:
+    def _finish_dense(self, contribution: Contribution, news: bool = False) -> None:
         totals = self.dense.finish(contribution)
+        if news:  # after the buckets: some ranks have launched them before they knew
+            self._agree(contribution)
         self._num_steps += 1
         if totals is not None and totals.num_out:
             self._uneven = True
@@ -523,7 +530,8 @@ class Runtime:
         return [t for t in self.tables.values() if t.placement is not Placement.LOCAL]
 
     def _needs_rounds(self) -> bool:
-        return self._uneven or any(t.parameter.requires_grad or t.sharded for t in self._exchanged())
+        first = self._reference_samples is None  # nothing is agreed yet
+        return first or self._uneven or any(t.parameter.requires_grad or t.sharded for t in self._exchanged())
 
     # -- optimizers ---------------------------------------------------------------------------------
 
@@ -549,6 +557,15 @@ class Runtime:
                     f"rank {self.comm.rank}: a backward pass did not come to its end before the optimizer's step: it "
                     f"failed, or all of it ran inside checkpoint(..., use_reentrant=True); use_reentrant=False works"
                 )
+            strangers = [
+                p for g in optimizer.param_groups for p in g["params"] if p.requires_grad and p not in self.names
+            ]
+            if strangers:
+                raise ParallaxError(
+                    f"rank {self.comm.rank}: {type(optimizer).__name__} trains a parameter of shape "
+                    f"{tuple(strangers[0].shape)} that was not in the model when parallax.distribute was called; its "
+                    f"gradient would not be exchanged. Build the whole model first, then call distribute"
+                )
             self.lookups.flush()
             if self._uneven and self.phase is not Phase.SERVING:
                 self._share_step(optimizer)
@@ -561,9 +578,11 @@ class Runtime:
                             f"optimizer to parallax.distribute(model, optimizer), which then keeps the table whole"
                         )
             self._cut_states(optimizer)
+        self._step_depth += 1
+        if self._step_depth > 1:  # an optimizer that steps another one
+            return None
         self.rounds.version += 1
-        previous, self.phase = self.phase, Phase.STEPPING
-        self._resume_phase = previous
+        self._resume_phase, self.phase = self.phase, Phase.STEPPING
         self.lookups.stepping = True
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
@@ -571,7 +590,7 @@ class Runtime:
 
         def outside_step(*a: Any, **k: Any) -> Any:
             """The closure runs forward and backward: there, tables are whole."""
-            self._leave_step(optimizer)
+            self._leave_step()
             try:
                 return closure(*a, **k)
             finally:
@@ -582,20 +601,31 @@ class Runtime:
         return args, {**kwargs, "closure": outside_step}
 
     def _post_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if self.phase is Phase.STEPPING and any(o is optimizer for o in self.optimizers):
-            self._leave_step(optimizer)
+        if self.phase is Phase.ENDED or not any(o is optimizer for o in self.optimizers):
+            return
+        self._step_depth -= 1
+        if not self._step_depth:
+            self._leave_step()
             self.phase = self._resume_phase
             self._stepped = True
 
-    def _leave_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def _leave_step(self) -> None:
         self.phase, self.lookups.stepping = Phase.FORWARD, False
         for table in self.tables.values():
-            if table.sharded and optimizer in self._optimizers_of(table):
+            if table.sharded and self._optimizers_of(table):
                 table.forget_leases()
 
     def _optimizers_of(self, table: Table) -> list[torch.optim.Optimizer]:
-        p = table.parameter
-        return [o for o in self.optimizers if any(q is p for group in o.param_groups for q in group["params"])]
+        return [o for o in self.optimizers if id(table.parameter) in self._members(o)]
+
+    def _members(self, optimizer: torch.optim.Optimizer) -> set[int]:
+        """Ids of the parameters of an optimizer; groups may be added to it."""
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        known = self._member_ids.get(id(optimizer))
+        if known is None or known[0] != count:
+            ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            known = self._member_ids[id(optimizer)] = (count, ids)
+        return known[1]
 
     def _rowwise_of(self, optimizer: torch.optim.Optimizer, table: Table) -> Rowwise:
         number = next(i for i, o in enumerate(self.optimizers) if o is optimizer)
@@ -618,12 +648,17 @@ class Runtime:
 
     # -- state --------------------------------------------------------------------------------------
 
-    def _fields(self, table: Table) -> list[torch.Tensor | None]:
-        fields: list[torch.Tensor | None] = [table.data, table.grad]
-        for optimizer in self._optimizers_of(table):
-            state = optimizer.state.get(table.parameter, {})
-            fields += [state.get(key) for key in sorted(self._row_keys(optimizer, table))]
-        return fields
+    def _field(self, table: Table, field: int) -> torch.Tensor | None:
+        """See `Rounds.fields`."""
+        if field < 2:
+            return table.grad if field else table.data
+        optimizer, key = self._state_entries(table)[field - 2]
+        value = optimizer.state.get(table.parameter, {}).get(key)
+        return value if isinstance(value, torch.Tensor) else None
+
+    def _state_entries(self, table: Table) -> list[tuple[torch.optim.Optimizer, str]]:
+        """The entries of optimizer state that have rows, in the order of their field numbers."""
+        return [(o, key) for o in self._optimizers_of(table) for key in sorted(self._row_keys(o, table))]
 
     def _post_state_dict(self, module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any) -> None:
         """Tables are whole, plain tensors in a state dict."""
@@ -635,16 +670,11 @@ class Runtime:
 
     def _post_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state_dict: Any) -> Any:
         def read(table: Table, key: str) -> torch.Tensor:
-            field = 2
-            for o in self._optimizers_of(table):
-                keys = sorted(self._row_keys(o, table))
-                if o is optimizer:
-                    value = optimizer.state[table.parameter][key]
-                    whole = self.lookups.read_whole(table, field + keys.index(key))
-                    whole = whole.view(table.num_rows, *value.shape[1:])
-                    return whole.to_sparse(1) if value.layout == torch.sparse_coo else whole
-                field += len(keys)
-            raise AssertionError("an optimizer's own table is among its tables")
+            entries = self._state_entries(table)
+            number = next(i for i, (o, k) in enumerate(entries) if o is optimizer and k == key)
+            value = optimizer.state[table.parameter][key]
+            whole = self.lookups.read_whole(table, 2 + number).view(table.num_rows, *value.shape[1:])
+            return whole.to_sparse(1) if value.layout == torch.sparse_coo else whole
 
         sharded: dict[torch.Tensor, Table] = {t.parameter: t for t in self.tables.values() if t.sharded}
         return whole_state(optimizer, state_dict, sharded, lambda t: self._row_keys(optimizer, t), read)
@@ -658,6 +688,11 @@ class Runtime:
     def _run_round(self, request: Request) -> Round:
         if self.phase is Phase.SERVING and not request.flags & Flag.OUT:
             raise AssertionError("a rank that serves asks for nothing")
+        if self.phase is Phase.ENDED:
+            raise ParallaxError(
+                f"rank {self.comm.rank}: this run has ended ({self.failed or 'parallax.shutdown was called'}): its tables "
+                f"can no longer be reached. Save them before"
+            )
         try:
             return self.rounds.run(request)
         except (PeerError, DisagreementError) as error:  # the other ranks know
@@ -746,7 +781,7 @@ class Runtime:
         """Brings ranks without data what they need to run the same optimizer step."""
         number = next(i for i, o in enumerate(self.optimizers) if o is optimizer)
         for table in self.tables.values():
-            if table.placement in (Placement.SHARDED,) and table.name in self.reads.unrepeatable:
+            if table.sharded and table.name in self.reads.unrepeatable:
                 raise ParallaxError(
                     f"rank {self.comm.rank}: the gradient of {table.name!r} was changed in a way that ranks without "
                     f"data cannot repeat; use drop_last=True, or change gradients by numbers only"
