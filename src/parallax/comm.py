@@ -112,15 +112,15 @@ class Comm:
 
     # -- at the start -------------------------------------------------------------------------------
 
-    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Overwrites `tensors` in place by rank 0's."""
+    def broadcast(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
+        """Overwrites `tensors` in place by those of rank `source`."""
         if self.world_size == 1:
             return
-        with self._watching("taking over rank 0's weights"):
+        with self._watching(f"taking over rank {source}'s weights"):
             for tensor in tensors:
                 once = _without_repeats(tensor)
                 dense = once.contiguous()
-                dist.broadcast(dense, src=0, group=self._buckets)
+                dist.broadcast(dense, src=source, group=self._buckets)
                 if dense is not once:
                     once.copy_(dense)
 

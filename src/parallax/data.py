@@ -323,10 +323,13 @@ def _watched(batches: Iterator[Any], count: Callable[[Any], int | None]) -> Iter
         yield from batches
         return
     run.begin_loop()
-    for batch in batches:
-        if (num_samples := count(batch)) is not None:
-            run.batch(num_samples)
-        yield batch
+    try:
+        for batch in batches:
+            if (num_samples := count(batch)) is not None:
+                run.batch(num_samples)
+            yield batch
+    finally:
+        run.end_batches()
     run.drain()  # not in a finally: a loop that breaks off or fails has not run out of data
 
 

@@ -1,7 +1,8 @@
 """Dense parameters: gradients travel in buckets, by AllReduce, while backward is still running.
 
 A bucket is one flat buffer: the gradients of its parameters, then for each parameter whether this rank had a
-gradient, then the weight of this rank in the mean, then whether it is out of data; for a parameter with COO
+gradient, then the weight of this rank in the mean, whether it is out of data, and its position (to notice ranks
+that are out of step, as there are no rounds in a model without tables); for a parameter with COO
 gradients also which rows have one. So which parameters a step used on any rank, and what to divide by, come
 with the gradients and cost no message of their own. Buckets are launched in the plan's order on every rank.
 """
@@ -30,9 +31,9 @@ class Bucket:
         first = parameters[0]
         numel = sum(p.numel() for p in parameters)
         num_rows = [p.shape[0] if p in sparse else 0 for p in parameters]
-        length = numel + sum(num_rows) + len(parameters) + 2
+        length = numel + sum(num_rows) + len(parameters) + 4
         self.buffer = torch.empty(length, dtype=first.dtype, device=first.device)
-        self.gradients, marks, self.tail = self.buffer.split([numel, sum(num_rows), len(parameters) + 2])
+        self.gradients, marks, self.tail = self.buffer.split([numel, sum(num_rows), len(parameters) + 4])
         self.marks = marks.split(num_rows)
         """For a parameter with COO gradients, how many ranks have one in each row; empty for others."""
         self.views = [
@@ -90,6 +91,8 @@ class Contribution:
     """Its part in the sum of weights, which is the world size when all ranks have equal batches."""
     out: bool
     """It is out of data."""
+    position: int = 0
+    """Where this rank is, modulo 3 as -1, 0 or 1: steps and optimizer steps so far."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +101,8 @@ class Totals:
 
     weight: float
     num_out: int
+    together: bool
+    """All ranks are at the same position."""
 
 
 class DenseGradients:
@@ -165,8 +170,10 @@ class DenseGradients:
         for bucket in self.buckets:
             assert bucket.reduction is not None
             self._comm.wait(bucket.reduction)
-            *num_here, weight, num_out = bucket.tail.tolist()
-            totals = Totals(weight, round(num_out))
+            *num_here, weight, num_out, positions, squares = bucket.tail.tolist()
+            n, mine = self._comm.world_size, contribution.position
+            together = (positions, squares) == (n * mine, n * mine * mine)  # no variance
+            totals = Totals(weight, round(num_out), together)
             if self._mean and weight not in (0.0, self._comm.world_size):
                 bucket.gradients.mul_(self._comm.world_size / weight)
             self._set_gradients(bucket, [n > 0 for n in num_here])
@@ -174,15 +181,12 @@ class DenseGradients:
         self._next = 0
         return totals
 
-    def _launch_full(self, contribution: Contribution) -> None:
+    def _launch_full(self, c: Contribution) -> None:
         while self._next < len(self.buckets) and not self.buckets[self._next].num_missing:
             bucket = self.buckets[self._next]
-            bucket.complete(contribution.scale)
-            bucket.tail.copy_(
-                torch.tensor(
-                    [*map(float, bucket.here), contribution.weight, float(contribution.out)], dtype=bucket.tail.dtype
-                )
-            )
+            bucket.complete(c.scale)
+            facts = (c.weight, float(c.out), float(c.position), float(c.position**2))
+            bucket.tail.copy_(torch.tensor([*map(float, bucket.here), *facts], dtype=bucket.tail.dtype))
             bucket.reduction = self._comm.all_reduce(bucket.buffer)
             self._next += 1
 

@@ -39,7 +39,8 @@ class Lookup:
     ) -> None:
         self.table = table
         self.renorm = renorm
-        self.ids = ids.reshape(-1).to(device=table.device, dtype=torch.int64)
+        # Copies: the user may change the tensors before the lookup gets its value.
+        self.ids = ids.reshape(-1).to(device=table.device, dtype=torch.int64, copy=True)
         self.shape = tuple(shape)
         self.is_padding = None if padding_idx is None else self.ids == padding_idx
         self.trainable = torch.is_grad_enabled() and table.parameter.requires_grad
@@ -64,7 +65,7 @@ class Lookup:
     def value(self) -> torch.Tensor:
         if self._value is None:
             assert self._rows is not None
-            self._value = self._compute(self._rows[self.index])
+            self._value = self._compute(self._rows, self.index)
             self._rows = None
         return self._value
 
@@ -74,9 +75,11 @@ class Lookup:
             return self.index
         return torch.where(self.is_padding, torch.full_like(self.index, SKIPPED), self.index)
 
-    def _compute(self, picked: torch.Tensor) -> torch.Tensor:
-        """The result from one row per id, shape (number of ids, width)."""
-        return picked.reshape(self.shape)
+    def _compute(self, rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """The result from `rows` (n, width), of which `rows[index[i]]` is the row of the i-th id."""
+        out = rows.new_empty(self.shape)  # not a view: an autograd Function's result may be changed in place
+        torch.index_select(rows, 0, index, out=out.view(index.numel(), rows.shape[1]))
+        return out
 
     def gradients(self, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(gradient per id, shape (number of ids, width); gradient of the per-sample weights, if any)."""
@@ -101,19 +104,20 @@ class BagLookup(Lookup):
         if offsets is None:
             self._offsets = torch.arange(ids.shape[0], device=table.device) * ids.shape[1]
         else:
-            self._offsets = offsets.to(device=table.device, dtype=torch.int64)
+            self._offsets = offsets.to(device=table.device, dtype=torch.int64, copy=True)
         num_bags = self._offsets.numel() - int(include_last_offset and offsets is not None)
         super().__init__(table, ids, (max(num_bags, 0), table.width), padding_idx, renorm)
         self._mode = mode
         self._include_last_offset = include_last_offset and offsets is not None
-        self._weights = None if per_sample_weights is None else per_sample_weights.detach().reshape(-1)
+        self._weights = None if per_sample_weights is None else per_sample_weights.detach().reshape(-1).clone()
         self._weights_shape = None if per_sample_weights is None else per_sample_weights.shape
         self._weights_trainable = (
             per_sample_weights is not None and per_sample_weights.requires_grad and torch.is_grad_enabled()
         )
         self._picked: torch.Tensor | None = None
 
-    def _compute(self, picked: torch.Tensor) -> torch.Tensor:
+    def _compute(self, rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        picked = rows[index]
         if self.trainable or self._weights_trainable:
             self._picked = picked
         return self._bag(picked, self._weights)

@@ -26,6 +26,7 @@ class Rowwise:
 
 
 _ROWS, _WIDTH, _STEPS = 5, 3, 3
+_PARTS = (range(_ROWS), (0, 2, 3), (1, 4))
 _LEARNING_RATE = 0.1
 
 
@@ -43,18 +44,30 @@ def probe(optimizer: torch.optim.Optimizer, table: Table) -> Rowwise:
     grads = [torch.randn(shape, generator=generator, dtype=dtype) for _ in range(_STEPS)]
     touched = [[0, 1, 4], [1, 2, 3], [0, 3, 4]]  # different rows each step: momentum of untouched ones shows
     try:
-        whole, state = _train(optimizer, group, start, grads, touched, range(_ROWS), table)
-        parts = [_train(optimizer, group, start, grads, touched, rows, table)[0] for rows in ([0, 2, 3], [1, 4])]
+        runs = [
+            [_train(optimizer, group, start, [g * size for g in grads], touched, rows, table) for rows in _PARTS]
+            for size in (1.0, 1e3)  # thresholds, as those of clipping, show for large gradients
+        ]
     except Exception as error:  # a closure is needed, or an optimizer that cannot be copied: it stays whole
         return Rowwise(False, reason=f"{type(optimizer).__name__} could not be tried on parts of a table: {error}")
-    whole = whole - start  # updates, so that a small one is not lost in the parameter
-    parts[0], parts[1] = parts[0] - start[[0, 2, 3]], parts[1] - start[[1, 4]]
-    joined = torch.empty_like(whole)
-    joined[[0, 2, 3]], joined[[1, 4]] = parts[0], parts[1]
-    keys = frozenset(k for k, v in state.items() if isinstance(v, torch.Tensor) and v.dim() and v.shape[0] == _ROWS)
-    if torch.allclose(joined, whole, rtol=1e-4, atol=1e-6):
-        return Rowwise(True, keys)
-    return Rowwise(False, keys, f"{type(optimizer).__name__}'s update of a row depends on other rows")
+    states = [state for _, state in runs[0]]
+    keys = frozenset(
+        key
+        for key in states[0]
+        if all(_num_rows(state.get(key)) == len(rows) for state, rows in zip(states, _PARTS, strict=True))
+    )
+    for (whole, _), *parts in runs:
+        updates = whole - start  # a small update would be lost in the parameter
+        joined = torch.empty_like(updates)
+        for rows, (part, _) in zip(_PARTS[1:], parts, strict=True):
+            joined[list(rows)] = part - start[list(rows)]
+        if not torch.allclose(joined, updates, rtol=1e-4, atol=1e-6):
+            return Rowwise(False, keys, f"{type(optimizer).__name__}'s update of a row depends on other rows")
+    return Rowwise(True, keys)
+
+
+def _num_rows(value: Any) -> int | None:
+    return value.shape[0] if isinstance(value, torch.Tensor) and value.dim() else None
 
 
 def _train(

@@ -156,6 +156,13 @@ def _attribute(func: Any, name: str, args: Any) -> Any:
             _assign_grad(p, value)
             return None
         if which == "data":
+            if value.dtype != table.dtype or value.device.type != table.device.type:
+                p._lookups.fail(
+                    NotImplementedError(
+                        f"{table.name!r} cannot become {value.dtype} on {value.device} (rank {table.rank}); "
+                        f"convert the model before parallax.distribute"
+                    )
+                )
             Whole(table, p._reads, "data").copy_(value)
             return None
     elif which == "grad":
@@ -224,7 +231,7 @@ def _embedding(
         return F.embedding(input, table.data)
     if padding_idx is not None and not -table.num_rows <= padding_idx < table.num_rows:
         return F.embedding(input, table.data.new_empty(table.shape, device="meta"), padding_idx)
-    table.sparse_grad |= sparse
+    table.note_layout(sparse)
     shape = (*input.shape, *table.row_shape)
     return _look_up(p, Lookup(table, input, shape, _padding(table, padding_idx), renorm), input)
 
@@ -259,7 +266,7 @@ def _embedding_bag(
         )
     if padding_idx is not None and not -table.num_rows <= padding_idx < table.num_rows:
         raise AssertionError(f"padding_idx must be within the number of embeddings, got {padding_idx}")
-    table.sparse_grad |= sparse
+    table.note_layout(sparse)
     lookup = BagLookup(
         table,
         input,
@@ -299,7 +306,8 @@ def _index_select(p: Any, index: torch.Tensor) -> torch.Tensor:
 
 
 def _look_up(p: Any, lookup: Lookup, ids: torch.Tensor, per_sample_weights: torch.Tensor | None = None) -> torch.Tensor:
-    p._lookups.on_samples(ids.shape[0] if ids.dim() else 1)
+    if ids.dim() and ids.shape[0]:
+        p._lookups.on_samples(ids.shape[0])
     if lookup.trainable:
         p._table.use |= Use.LOOKUP
     return p._lookups.apply(lookup, per_sample_weights)
@@ -508,6 +516,14 @@ class Whole(torch.Tensor):
                     return Whole(t._table, t._reads, t._field, (*t._views, (func, args[1:], kwargs)), meta)
         fetched = tree_map(lambda x: x._fetch()[1] if isinstance(x, Whole) else x, (args, kwargs))
         return func(*fetched[0], **fetched[1])
+
+    @property
+    def data(self) -> Whole:
+        return self
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        self.copy_(value)
 
     def tolist(self) -> Any:
         return self._fetch()[1].tolist()

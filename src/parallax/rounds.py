@@ -31,6 +31,10 @@ class Flag(enum.IntFlag):
     """This rank has failed; its error is in the store."""
     NEWS = enum.auto()
     """This rank saw a parameter used in a way that the plan does not know."""
+    ACTIVE = enum.auto()
+    """This rank, which is out of data, had some in the latest step."""
+    CLEAN = enum.auto()
+    """This rank has no gradients."""
     STEP = enum.auto()
     """This rank is about to run an optimizer and brings what ranks without data need to do the same."""
 
@@ -284,8 +288,8 @@ class Rounds:
         value = self.fields(table, field)
         if value is None:
             raise ParallaxError(
-                f"rank {self.comm.rank}: {table.name!r} has no {'gradient' if field == 1 else 'optimizer state'} here, but "
-                f"another rank reads it; drop and read it on all ranks alike"
+                f"rank {self.comm.rank}: {table.name!r} has no {'gradient' if field == 1 else 'optimizer state'} "
+                f"here, but another rank reads it; drop and read it on all ranks alike"
             )
         dense = value.to_dense() if value.layout == torch.sparse_coo else value
         return table.flat(dense) if dense.shape[1:] == table.row_shape else dense.reshape(dense.shape[0], -1)

@@ -31,13 +31,13 @@ from torch.utils._pytree import tree_flatten
 
 from parallax.comm import Comm, DisagreementError, ParallaxError, PeerError
 from parallax.config import Config
-from parallax.dense import Contribution, DenseGradients
+from parallax.dense import Contribution, DenseGradients, Totals
 from parallax.lookup import Lookups
 from parallax.optimizer import Rowwise, cut_state, probe, whole_state
 from parallax.parameter import ShardedParameter, WatchedParameter, WholeReads, adopt, release
 from parallax.plan import ParameterProfile, Placement, Plan, Use
 from parallax.planner import make_plan
-from parallax.rounds import Flag, Request, Round, Rounds
+from parallax.rounds import NO_FLAG, Flag, Request, Round, Rounds
 from parallax.table import Partitioning, Table
 
 ANNOUNCE_SECONDS = 5.0
@@ -78,7 +78,7 @@ class _Seen:
     use: Use
     num_rows_touched: int
     dense_gradient: bool
-    sparse_grad: bool
+    layouts: frozenset[bool]
 
 
 class _ModuleHook:
@@ -112,11 +112,14 @@ class Runtime:
         global _current
         self.model, self.config = model, config
         self.names = {p: name for name, p in model.named_parameters()}
+        self._own_ids = {id(p) for p in self.names}
         self.comm = Comm(_device(model), config.timeout)
         self.phase = Phase.FORWARD
         self.failed: BaseException | None = None
         self.optimizers: list[torch.optim.Optimizer] = []
         self._rowwise: dict[tuple[Any, ...], Rowwise] = {}
+        self._accumulators: list[torch.autograd.graph.Node] = []
+        """Kept alive, with our hooks."""
         self._member_ids: dict[int, tuple[int, set[int]]] = {}
         self._unhook: list[Callable[[], Any]] = []
 
@@ -258,22 +261,27 @@ class Runtime:
         torch.utils.swap_tensors(table.parameter, nn.Parameter(rows, table.parameter.requires_grad))
 
     def _hook_parameter(self, p: nn.Parameter) -> None:
-        def before_accumulating(grad: torch.Tensor) -> None:
+        def before_accumulating(grads: Any) -> None:
             # A gradient of an earlier backward has been reduced: kept apart.
             if p.grad is not None and self.phase is not Phase.ENDED and not self._has_arrived(p):
                 self._before[p] = self._before.get(p, p.grad)
                 p.grad = None
 
         with torch._C.DisableTorchFunctionSubclass():
-            self._unhook.append(p.register_hook(before_accumulating).remove)
+            # On the node, not on the tensor: torch.autograd.grad() runs a tensor's hooks but accumulates nothing.
+            node = torch.autograd.graph.get_gradient_edge(p).node
+            self._accumulators.append(node)
+            self._unhook.append(node.register_prehook(before_accumulating).remove)
             self._unhook.append(p.register_post_accumulate_grad_hook(self._on_dense_gradient).remove)
 
     def _hook_in(self) -> None:
         self._unhook += [
             register_optimizer_step_pre_hook(self._pre_step).remove,
             register_optimizer_step_post_hook(self._post_step).remove,
-            self.model.register_forward_pre_hook(_ModuleHook(self._pre_forward), with_kwargs=True).remove,
         ]
+        for module in (self.model, *self.model.children()):  # training may go through model.loss(...)
+            hook = _ModuleHook(self._pre_forward)
+            self._unhook.append(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
         for module in self.model.modules():
             self._unhook.append(module.register_state_dict_post_hook(_ModuleHook(self._post_state_dict)).remove)
         previous = sys.excepthook
@@ -303,22 +311,21 @@ class Runtime:
     # -- forward ------------------------------------------------------------------------------------
 
     def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if self.phase is Phase.FORWARD:
+        if self.phase is Phase.FORWARD and module is self.model:
             self._settle()
         for value in tree_flatten((args, kwargs))[0]:
             if isinstance(value, torch.Tensor) and value.dim():
-                self._on_samples(value.shape[0])
+                self._on_samples(value.shape[0], top=module is self.model)
                 return
 
-    def _on_samples(self, num_samples: int) -> None:
-        """The first tensor that a step's forward sees tells how many samples this rank has."""
-        if torch.is_grad_enabled() and not self._samples_known:
+    def _on_samples(self, num_samples: int, top: bool = False) -> None:
+        """What the latest forward of the model got first, else what was seen first, tells the number of samples."""
+        if torch.is_grad_enabled() and not self._batch_samples and (top or not self._samples_known):
             self._samples, self._samples_known = float(num_samples), True
 
     def _on_use(self, table: Table, lookup: bool) -> None:
         """A parameter is used: what waits for the end of a step happens now."""
-        if self.failed is not None:
-            raise ParallaxError(f"rank {self.comm.rank}: this run has failed before: {self.failed}")
+        self._check_alive()
         if lookup and self.phase is Phase.STEPPING:
             self.fail(ParallaxError(f"{table.name!r} is looked up inside an optimizer step, or after one that failed"))
         if table.placement is Placement.LOCAL and table.parameter.requires_grad:  # no longer frozen
@@ -329,6 +336,10 @@ class Runtime:
         if lookup and self.phase is Phase.FORWARD:
             self._settle()
 
+    def _check_alive(self) -> None:
+        if self.failed is not None:
+            raise ParallaxError(f"rank {self.comm.rank}: this run has failed before: {self.failed}")
+
     # -- backward -----------------------------------------------------------------------------------
 
     def _has_arrived(self, p: nn.Parameter) -> bool:
@@ -336,6 +347,7 @@ class Runtime:
 
     def _on_dense_gradient(self, p: nn.Parameter) -> None:
         if self.phase is Phase.ENDED:
+            self._check_alive()
             return
         if not self._queued:
             self._on_backward()
@@ -389,7 +401,7 @@ class Runtime:
 
     def _news(self) -> Flag:
         seen = any(self._is_new(t) and t.use is not Use.NONE for t in self.tables.values())
-        return Flag.NEWS if seen or self._loose else Flag(0)
+        return Flag.NEWS if seen or self._loose else NO_FLAG
 
     def _is_new(self, table: Table) -> bool:
         """No step has used it so far."""
@@ -417,6 +429,7 @@ class Runtime:
         if news:  # after the buckets: some ranks have launched them before they knew
             self._agree(contribution)
         self._num_steps += 1
+        self._check_together(totals)
         if totals is not None and totals.num_out:
             self._uneven = True
         for p, earlier in self._before.items():
@@ -424,19 +437,30 @@ class Runtime:
                 p.grad = earlier
         self._before.clear()
 
+    def _check_together(self, totals: Totals | None) -> None:
+        if totals is not None and not totals.together:
+            self.failed = DisagreementError(
+                f"rank {self.comm.rank}: the ranks are not at the same step (here: backward pass {self._num_steps}, after "
+                f"{self.rounds.version} optimizer steps): every rank must run backward and optimizer.step() alike"
+            )
+            raise self.failed
+
     def _contribution(self) -> Contribution:
         if self.phase is Phase.SERVING:
-            return Contribution(scale=0.0, weight=0.0, out=True)
+            return Contribution(scale=0.0, weight=0.0, out=True, position=self._position())
         weight = self._samples / (self._reference_samples or 1.0)
         scale = weight / self.comm.world_size if self.config.reduction == "mean" else float(self._samples > 0)
-        return Contribution(scale=scale, weight=weight, out=False)
+        return Contribution(scale=scale, weight=weight, out=False, position=self._position())
+
+    def _position(self) -> int:
+        return (self._num_steps + self.rounds.version) % 3 - 1
 
     # -- the plan -----------------------------------------------------------------------------------
 
     def _agree(self, contribution: Contribution) -> None:
         """Puts together what all ranks saw in this step, and reduces gradients that have no bucket yet."""
         mine = {
-            name: _Seen(t.use, t.num_rows_touched, t.parameter in self._loose, t.sparse_grad)
+            name: _Seen(t.use, t.num_rows_touched, t.parameter in self._loose, frozenset(t.layouts))
             for name, t in self.tables.items()
         }
         order = [self.names[p] for p in self._loose]
@@ -453,7 +477,7 @@ class Runtime:
             seen = [m[name] for m, _ in everyone]
             for s in seen:
                 table.use |= s.use
-                table.sparse_grad |= s.sparse_grad
+                table.layouts |= s.layouts
                 if s.dense_gradient:
                     table.use |= Use.DENSE
             if self._is_new(table) or table.use & Use.DENSE:
@@ -539,7 +563,15 @@ class Runtime:
         """Whether `optimizer` updates this model; hooks into its state the first time that it is seen."""
         if any(o is optimizer for o in self.optimizers):
             return True
-        if not any(p in self.names for group in optimizer.param_groups for p in group["params"]):
+        members = self._members(optimizer)
+        if members.isdisjoint(self._own_ids):
+            if not members.isdisjoint(map(id, self.model.parameters())):
+                self.fail(
+                    ParallaxError(
+                        f"rank {self.comm.rank}: {type(optimizer).__name__} trains parameters that came into the model "
+                        f"after parallax.distribute; build the whole model first, then call distribute"
+                    )
+                )
             return False
         self.optimizers.append(optimizer)
         self._unhook += [
@@ -568,6 +600,11 @@ class Runtime:
                 )
             self.lookups.flush()
             if self._uneven and self.phase is not Phase.SERVING:
+                if (args[1] if len(args) > 1 else kwargs.get("closure")) is not None:
+                    raise ParallaxError(
+                        f"rank {self.comm.rank}: a step with a closure cannot be repeated by ranks that are out of "
+                        f"data; use drop_last=True"
+                    )
                 self._share_step(optimizer)
             for table in self.tables.values():
                 if table.sharded and optimizer in self._optimizers_of(table):
@@ -592,13 +629,24 @@ class Runtime:
             """The closure runs forward and backward: there, tables are whole."""
             self._leave_step()
             try:
-                return closure(*a, **k)
+                return self._joint_loss(closure(*a, **k))
             finally:
                 self.phase, self.lookups.stepping = Phase.STEPPING, True
 
         if len(args) > 1:
             return (args[0], outside_step, *args[2:]), kwargs
         return args, {**kwargs, "closure": outside_step}
+
+    def _joint_loss(self, loss: Any) -> Any:
+        """A closure's loss over all ranks, so that an optimizer that looks at it decides alike everywhere."""
+        if loss is None:
+            return None
+        parts = self.comm.all_gather((float(loss), self._samples))
+        if self.config.reduction == "sum":
+            joint = sum(part for part, _ in parts)
+        else:
+            joint = sum(part * n for part, n in parts if n) / (sum(n for _, n in parts) or 1.0)
+        return torch.full_like(loss, joint, requires_grad=False) if isinstance(loss, torch.Tensor) else joint
 
     def _post_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self.phase is Phase.ENDED or not any(o is optimizer for o in self.optimizers):
@@ -690,8 +738,8 @@ class Runtime:
             raise AssertionError("a rank that serves asks for nothing")
         if self.phase is Phase.ENDED:
             raise ParallaxError(
-                f"rank {self.comm.rank}: this run has ended ({self.failed or 'parallax.shutdown was called'}): its tables "
-                f"can no longer be reached. Save them before"
+                f"rank {self.comm.rank}: this run has ended ({self.failed or 'parallax.shutdown was called'}): its "
+                f"tables can no longer be reached. Save them before"
             )
         try:
             return self.rounds.run(request)
@@ -744,9 +792,12 @@ class Runtime:
         """This rank's loop gets a batch of so many samples."""
         self._samples, self._samples_known, self._batch_samples = float(num_samples), True, True
 
+    def end_batches(self) -> None:
+        """The loop is over or was left: its last batch says nothing of what comes."""
+        self._batch_samples = self._samples_known = False
+
     def drain(self) -> None:
         """This rank's loop has no more data: serves until every rank's has ended."""
-        self._batch_samples = self._samples_known = False
         if self.comm.world_size > 1 and self.phase is not Phase.ENDED:
             self._serve(Flag.OUT)
 
@@ -757,12 +808,15 @@ class Runtime:
             self.phase = Phase.SERVING
             if self._stepped:
                 self._drop_gradients()
+            about = Flag.ACTIVE | (Flag.CLEAN if self._is_clean() else NO_FLAG)
             while True:
                 if self._needs_rounds():
-                    now = self._run_round(Request(flags=flags, weight=0.0))
+                    now = self._run_round(Request(flags=flags | about, weight=0.0))
                     if all(f & flags == flags for f in now.flags):
+                        self._reconcile(now)
                         break
                     if now.closes_step:
+                        about = NO_FLAG
                         self.reads.forget()
                         self._finish_step(now)
                     elif any(f & Flag.STEP for f in now.flags):
@@ -771,11 +825,31 @@ class Runtime:
                     break
                 else:
                     totals = self.dense.finish(self._contribution())
+                    self._check_together(totals)
                     if totals is None or totals.num_out == self.comm.world_size:
                         break
-                    self._uneven = True
+                    self._num_steps += 1
+                    self._uneven, about = True, NO_FLAG
             self._uneven = False
             self.phase = Phase.FORWARD
+
+    def _is_clean(self) -> bool:
+        held = [self.tables[name].grad if name in self.tables else p.grad for p, name in self.names.items()]
+        return not any(
+            grad is not None and bool(grad.coalesce().values().any() if grad.is_sparse else grad.any()) for grad in held
+        )
+
+    def _reconcile(self, last: Round) -> None:
+        """The end of a loop in which ranks were served: they take over what the others did outside of steps."""
+        if any(f & Flag.LEFT for f in last.flags) or all(f & Flag.ACTIVE for f in last.flags):
+            return
+        source = next(r for r, f in enumerate(last.flags) if f & Flag.ACTIVE)
+        self.comm.broadcast([p.data for p, name in self.names.items() if not self._is_sharded(name)], source)
+        if last.flags[source] & Flag.CLEAN:
+            self._drop_gradients()
+
+    def _is_sharded(self, name: str) -> bool:
+        return name in self.tables and self.tables[name].sharded
 
     def _share_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Brings ranks without data what they need to run the same optimizer step."""

@@ -160,8 +160,8 @@ class Table:
             self.width *= size
         self.placement = Placement.WATCHED
         self.partitioning: Partitioning | None = None
-        self.sparse_grad = False
-        """The lookups asked for sparse=True: the gradient is a COO tensor."""
+        self.layouts: set[bool] = set()
+        """Whether lookups asked for sparse=True."""
         self.by_frequency = False
         """The lookups asked for scale_grad_by_freq: gradients travel with a count of lookups behind each row."""
         self.use = Use.NONE
@@ -182,6 +182,15 @@ class Table:
     @property
     def sharded(self) -> bool:
         return self.partitioning is not None
+
+    @property
+    def sparse_grad(self) -> bool:
+        """All lookups asked for sparse=True: the gradient is a COO tensor."""
+        return self.layouts == {True}
+
+    def note_layout(self, sparse: bool) -> None:
+        if torch.is_grad_enabled() and self.parameter.requires_grad:
+            self.layouts.add(sparse)
 
     @property
     def num_held(self) -> int:
