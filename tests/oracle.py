@@ -86,14 +86,14 @@ def read_gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
     """Whole gradients by name; every rank calls this."""
     grads = {}
     for name, p in model.named_parameters():
-        grad = None if p.grad is None else p.grad.detach().clone()
+        grad = None if p.grad is None else p.grad.detach().clone().cpu()
         grads[name] = grad.coalesce().to_dense() if grad is not None and grad.is_sparse else grad
     return grads
 
 
 def read_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     """Whole parameters and buffers by name; every rank calls this."""
-    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+    return {name: value.detach().clone().cpu() for name, value in model.state_dict().items()}
 
 
 @dataclasses.dataclass
@@ -143,9 +143,11 @@ def check(world_size: int, make_case: Callable[..., Case], *args: Any) -> list[T
     return check_all(world_size, [(make_case, *args)])[0]
 
 
-def check_all(world_size: int, cases: Sequence[tuple[Any, ...]], timeout: float | None = None) -> list[list[Trace]]:
+def check_all(
+    world_size: int, cases: Sequence[tuple[Any, ...]], backend: str = "gloo", timeout: float | None = None
+) -> list[list[Trace]]:
     """Compares several cases in one job; each is `(make_case, *args)`. Returns traces by case and rank."""
-    by_rank = ranks.run(world_size, _run_all, world_size, list(cases), timeout=timeout)
+    by_rank = ranks.run(world_size, _run_all, world_size, list(cases), timeout=timeout, backend=backend)
     problems = []
     for number, (make_case, *args) in enumerate(cases):
         case = make_case(world_size, *args)
@@ -223,7 +225,7 @@ def _difference(a: Any, b: Any, tolerance: dict[torch.dtype, float] | None) -> s
             return None if near else f"expected {a}, got {b}"
         same = type(a) is type(b) and a == b
         return None if same else f"expected {_brief(a)}, got {_brief(b)}"
-    a, b = (t.to_dense() if t.is_sparse else t for t in (a, b))
+    a, b = ((t.to_dense() if t.is_sparse else t).cpu() for t in (a, b))
     if a.shape != b.shape or a.dtype != b.dtype:
         return f"expected {_brief(a)}, got {_brief(b)}"
     if tolerance is None:

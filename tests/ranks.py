@@ -63,7 +63,7 @@ class Outcome:
     def __str__(self) -> str:
         if self.error is None:
             return f"rank {self.rank}: returned after {self.seconds:.1f} s"
-        shown = self.output if self.traceback in self.output else f"{self.traceback}{self.output}"
+        shown = self.output if "Traceback" in self.output else f"{self.traceback}{self.output}"
         return f"rank {self.rank}: {self.error}: {self.text} (after {self.seconds:.1f} s)\n{shown}"
 
 
@@ -431,6 +431,8 @@ def _do(connection: Connection, data: bytes) -> None:
             limit = datetime.timedelta(seconds=timeout)
             host = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=limit)
             store = dist.PrefixStore(f"job{number}", host)
+            if backend == "nccl":
+                torch.cuda.set_device(rank)
             dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
