@@ -1,0 +1,47 @@
+# `make demo` and `make test` do all the set-up that they need, in .venv.
+
+PYTHON ?= python3
+VENV ?= .venv
+PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: help demo test lint types test-gpu clean
+.DEFAULT_GOAL := help
+
+help:  ## say what can be made
+	@sed -n 's/^\([a-z-]*\):.*##/\1 \t/p' Makefile | expand -t 12
+
+demo: $(VENV)/.installed  ## train a language model on 4 workers and measure what they send (about two minutes)
+	$(VENV)/bin/parallax run --nproc 4 examples/lm/demo.py $(ARGS)
+
+test: lint types  ## lint, types, and all tests that need no GPU
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -m "not gpu" $(ARGS)
+
+lint: $(VENV)/.installed-dev  ## ruff
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+types: $(VENV)/.installed-dev  ## mypy
+	$(VENV)/bin/mypy
+
+test-gpu: $(VENV)/.installed-dev  ## the tests that need CUDA devices
+	@if $(VENV)/bin/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; \
+	then $(VENV)/bin/python -m pytest -m gpu $(ARGS); \
+	else echo "no CUDA device here: nothing was tested"; fi
+
+clean:  ## remove all that make and the tools made, .venv too
+	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist src/*.egg-info
+	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+# Redone when what is to be installed changes.
+$(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "installing into $(VENV) (PyTorch is a large download the first time)"
+	$(PIP) -e .
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "installing into $(VENV) (PyTorch is a large download the first time)"
+	$(PIP) -e '.[dev]'
+	@touch $@
