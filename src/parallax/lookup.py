@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._pytree import tree_map
 
+from parallax.plan import Placement
 from parallax.rounds import Ask, Request, Round
 from parallax.table import SKIPPED, Table, Window
 
@@ -233,6 +234,13 @@ class _Apply(torch.autograd.Function):
             ctx.lookups.flush()
         grads, weight_grad = lookup.gradients(grad)
         if lookup.trainable:
+            if lookup.table.placement is Placement.ALLREDUCE:
+                ctx.lookups.fail(
+                    NotImplementedError(
+                        f"{lookup.table.name!r}: backward through a graph that was made before the plan (rank "
+                        f"{lookup.table.rank}); finish the first step before the next forward"
+                    )
+                )
             if lookup.table.by_frequency and lookup.table.contributions:
                 ctx.lookups.fail(
                     NotImplementedError(

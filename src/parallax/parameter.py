@@ -306,8 +306,7 @@ def _index_select(p: Any, index: torch.Tensor) -> torch.Tensor:
 
 
 def _look_up(p: Any, lookup: Lookup, ids: torch.Tensor, per_sample_weights: torch.Tensor | None = None) -> torch.Tensor:
-    if ids.dim() and ids.shape[0]:
-        p._lookups.on_samples(ids.shape[0])
+    p._lookups.on_samples(ids.shape[0] if ids.dim() else 1)
     if lookup.trainable:
         p._table.use |= Use.LOOKUP
     return p._lookups.apply(lookup, per_sample_weights)
@@ -411,9 +410,13 @@ class WholeReads:
         """Gives pending lookups their values."""
         self._lookups.flush()
 
+    def forget_norms(self) -> None:
+        """A gradient changed."""
+        self._norms.clear()
+
     def forget(self) -> None:
         """Gradients are about to be new tensors."""
-        self._norms.clear()
+        self.forget_norms()
         self.changes.clear()
         self.unrepeatable.clear()
 
@@ -484,7 +487,9 @@ class Whole(torch.Tensor):
     def _changed(self, change: Change | None = None) -> None:
         if self._field == "data":
             self._reads.on_change(self._table)
-        elif change is not None:
+            return
+        self._reads.forget_norms()  # below autograd, where this runs, tensors do not count their versions
+        if change is not None:
             self._reads.changes.setdefault(self._table.name, []).append(change)
         else:
             self._reads.unrepeatable.add(self._table.name)

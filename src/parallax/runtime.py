@@ -311,7 +311,7 @@ class Runtime:
     # -- forward ------------------------------------------------------------------------------------
 
     def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if self.phase is Phase.FORWARD and module is self.model:
+        if self.phase is Phase.FORWARD:
             self._settle()
         for value in tree_flatten((args, kwargs))[0]:
             if isinstance(value, torch.Tensor) and value.dim():
@@ -321,7 +321,8 @@ class Runtime:
     def _on_samples(self, num_samples: int, top: bool = False) -> None:
         """What the latest forward of the model got first, else what was seen first, tells the number of samples."""
         if torch.is_grad_enabled() and not self._batch_samples and (top or not self._samples_known):
-            self._samples, self._samples_known = float(num_samples), True
+            # An empty lookup is an empty batch, unless another lookup has something.
+            self._samples, self._samples_known = float(num_samples), top or num_samples > 0
 
     def _on_use(self, table: Table, lookup: bool) -> None:
         """A parameter is used: what waits for the end of a step happens now."""
@@ -374,7 +375,8 @@ class Runtime:
             return
         self._queued, self.phase = False, Phase.CLOSING
         with self._failing():
-            self._settle()
+            if not any(table.contributions for table in self.tables.values()):
+                self._settle()  # else at the next lookup: these gradients are for the plan as it is
             for p in list(self._loose):
                 if self.dense.ready(p, self._contribution()):
                     del self._loose[p]
@@ -440,7 +442,7 @@ class Runtime:
     def _check_together(self, totals: Totals | None) -> None:
         if totals is not None and not totals.together:
             self.failed = DisagreementError(
-                f"rank {self.comm.rank}: the ranks are not at the same step (here: backward pass {self._num_steps}, after "
+                f"rank {self.comm.rank}: the ranks are not at the same step (here: {self._num_steps} backward passes, "
                 f"{self.rounds.version} optimizer steps): every rank must run backward and optimizer.step() alike"
             )
             raise self.failed
