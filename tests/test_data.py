@@ -72,9 +72,7 @@ def become(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
 def on_ranks(become: Callable[[int, int], None]) -> Callable[..., list[Any]]:
     """`read(shard(make()))` as each rank of N in turn, by default the list of its batches."""
 
-    def on_ranks(
-        world_size: int, make: Callable[[], Any], read: Callable[[Any], Any] = list, **options: Any
-    ) -> list:
+    def on_ranks(world_size: int, make: Callable[[], Any], read: Callable[[Any], Any] = list, **options: Any) -> list:
         results = []
         for rank in range(world_size):
             become(rank, world_size)
@@ -98,9 +96,7 @@ def all_numbers(per_rank: list[list[Any]]) -> list[int]:
 def global_batches(per_rank: list[list[Any]]) -> list[list[int]]:
     """Step by step, the ranks' batches put together in rank order."""
     num_steps = max(len(batches) for batches in per_rank)
-    return [
-        [n for batches in per_rank for b in batches[k : k + 1] for n in numbers(b)] for k in range(num_steps)
-    ]
+    return [[n for batches in per_rank for b in batches[k : k + 1] for n in numbers(b)] for k in range(num_steps)]
 
 
 def epochs(num: int) -> Callable[[Any], list[list[Any]]]:
@@ -138,10 +134,7 @@ def test_share_is_like_array_split(num_samples: int, world_size: int) -> None:
 @given(st.integers(0, 60), st.integers(1, 5), st.integers(0, 8), st.booleans())
 def test_cut_into_blocks(num_items: int, world_size: int, extra: int, drop_last: bool) -> None:
     block_size = world_size + extra
-    cuts = [
-        Cut(rank=r, world_size=world_size, block_size=block_size, drop_last=drop_last)
-        for r in range(world_size)
-    ]
+    cuts = [Cut(rank=r, world_size=world_size, block_size=block_size, drop_last=drop_last) for r in range(world_size)]
     per_rank = [list(cut.parts(cut.blocks(range(num_items)))) for cut in cuts]
     assert [len(parts) for parts in per_rank] == [cut.num_parts(num_items) for cut in cuts]
     if num_items:
@@ -156,8 +149,7 @@ def test_cut_in_turns(num_items: int, world_size: int) -> None:
     cuts = [Cut(rank=r, world_size=world_size) for r in range(world_size)]
     per_rank = [list(cut.parts(cut.blocks(range(num_items)))) for cut in cuts]
     assert all(
-        list(parts) == list(range(num_items))[cut.rank :: world_size]
-        for cut, parts in zip(cuts, per_rank, strict=True)
+        list(parts) == list(range(num_items))[cut.rank :: world_size] for cut, parts in zip(cuts, per_rank, strict=True)
     )
     assert [len(parts) for parts in per_rank] == [cut.num_parts(num_items) for cut in cuts]
 
@@ -245,9 +237,7 @@ def test_count_samples(batch: Any, num_samples: int | None) -> None:
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("num_samples", [0, 1, 3, 5, 12, 23])
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_ranks_together_are_one_device(
-    on_ranks: Any, world_size: int, num_samples: int, drop_last: bool
-) -> None:
+def test_ranks_together_are_one_device(on_ranks: Any, world_size: int, num_samples: int, drop_last: bool) -> None:
     def loader(batch_size: int = 2) -> DataLoader:
         return DataLoader(range(num_samples), batch_size=batch_size, drop_last=drop_last)
 
@@ -383,9 +373,7 @@ def test_the_programs_random_numbers_are_not_touched(become: Any) -> None:
         random.seed(1)
         np.random.seed(1)
         iterator = iter(batches)
-        return [
-            (torch.rand(()).item(), random.random(), np.random.rand(), next(iterator))[:3] for _ in range(2)
-        ]
+        return [(torch.rand(()).item(), random.random(), np.random.rand(), next(iterator))[:3] for _ in range(2)]
 
     assert draws(loader) == draws(plain)
 
@@ -433,9 +421,7 @@ def test_a_split_batch_too_small_for_the_ranks_is_an_error_on_all(become: Any) -
 
 
 def test_torchs_own_batch_sampler_is_like_a_batch_size(on_ranks: Any) -> None:
-    per_rank = on_ranks(
-        2, lambda: DataLoader(range(7), batch_sampler=BatchSampler(RandomSampler(range(7)), 2, False))
-    )
+    per_rank = on_ranks(2, lambda: DataLoader(range(7), batch_sampler=BatchSampler(RandomSampler(range(7)), 2, False)))
     assert all_numbers(per_rank) == list(range(7))
     assert [[len(b) for b in batches] for batches in per_rank] == [[2, 2], [2, 1]]
 
@@ -488,9 +474,7 @@ def test_loader_workers_and_counts(become: Any, run: FakeRuntime, persistent: bo
     """Batches are prefetched and collated to (9, batch): counts come from the indices, in the right order."""
     become(0, 2)
     loader = shard(
-        DataLoader(
-            range(15), 2, shuffle=True, num_workers=2, collate_fn=time_first, persistent_workers=persistent
-        )
+        DataLoader(range(15), 2, shuffle=True, num_workers=2, collate_fn=time_first, persistent_workers=persistent)
     )
     first = [numbers(b[0]) for b in loader]
     assert run.calls == ["begin", 2, 2, 2, 2, "drain"]
@@ -754,9 +738,7 @@ def test_a_dataset_sent_to_a_process_keeps_its_rank(become: Any) -> None:
 
 
 def test_iterable_datasets_are_iterable_datasets(on_ranks: Any) -> None:
-    parts = on_ranks(
-        2, lambda: Numbers(5, sized=True), lambda part: (part, list(part), list(part), len(part))
-    )
+    parts = on_ranks(2, lambda: Numbers(5, sized=True), lambda part: (part, list(part), list(part), len(part)))
     assert all(isinstance(part, IterableDataset) for part, *_ in parts)
     assert [rest for _, *rest in parts] == [[[0, 2, 4], [0, 2, 4], 3], [[1, 3], [1, 3], 2]]
 
@@ -780,7 +762,5 @@ def test_a_generator_has_no_length(become: Any) -> None:
 
 
 def test_other_things_are_refused() -> None:
-    with pytest.raises(
-        TypeError, match="expected a DataLoader, a Dataset or an iterable of batches, got int: 3"
-    ):
+    with pytest.raises(TypeError, match="expected a DataLoader, a Dataset or an iterable of batches, got int: 3"):
         shard(3)

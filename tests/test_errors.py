@@ -256,7 +256,7 @@ def use(what: str) -> None:
     ("what", "name"),
     [
         ("hook", "user.weight"),
-        ("create_graph", "weight"),
+        ("create_graph", "create_graph=True"),
         ("max_norm", "weight"),
         ("scale_grad_by_freq", "weight"),
     ],

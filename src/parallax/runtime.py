@@ -350,6 +350,14 @@ class Runtime:
         if self.phase is Phase.ENDED:
             self._check_alive()
             return
+        if torch.is_grad_enabled():
+            self.fail(
+                NotImplementedError(
+                    f"{self.names[p]!r}: gradients that are exchanged have no graph, so backward(create_graph=True) is "
+                    f"not supported (rank {self.comm.rank}). Use torch.autograd.grad(..., create_graph=True), and "
+                    f"backward() on what is made of it"
+                )
+            )
         if not self._queued:
             self._on_backward()
         try:
@@ -777,6 +785,8 @@ class Runtime:
             # The others hear of it in their next round; a thread, because they may take long to come.
             def tell() -> None:
                 with contextlib.suppress(Exception):
+                    if self.phase is Phase.FORWARD:
+                        self._settle()  # as the others do before their next round
                     self.rounds.run(Request(flags=Flag.FAILED))
 
             thread = threading.Thread(target=tell, daemon=True)
