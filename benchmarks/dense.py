@@ -70,7 +70,8 @@ def main() -> None:
         numel = sum(p.numel() for p in theirs.parameters())
         ratio = statistics.median(t / o for o, t in zip(*times, strict=True))
         ours_ms, theirs_ms = (1e3 * statistics.median(t) for t in times)
-        print(f"{numel / 1e6:.1f} M parameters, {parallax.world_size()} workers, {args.turns} turns of {args.steps} steps")
+        workers = parallax.world_size()
+        print(f"{numel / 1e6:.1f} M parameters, {workers} workers, {args.turns} turns of {args.steps} steps")
         print(f"parallax {ours_ms:.2f} ms a step, DDP {theirs_ms:.2f} ms")
         print(f"speed of parallax / speed of DDP: {ratio:.3f}; largest difference of a parameter: {difference:.1e}")
 
