@@ -311,7 +311,10 @@ class Lookups:
             lookup.resolve(table.flat(table.data), lookup.ids, None)
             return lookup.value()
         self._pending.append(lookup)
-        return Deferred(lookup, self)
+        result = Deferred(lookup, self)
+        if lookup.renorm is not None:  # it changes rows, whether or not its result is used
+            self.flush()
+        return result
 
     def read_whole(self, table: Table, field: int = 0) -> torch.Tensor:
         """The whole tensor behind a field of a sharded table (see `Rounds.fields`), fetched from the owners."""

@@ -77,6 +77,8 @@ class ShardedParameter(nn.Parameter):
         name = getattr(func, "__name__", "")
         if name in ("__get__", "__set__"):
             return _attribute(func, name, args)
+        if name == "tolist":
+            return found[0]._reads.whole(found[0]._table, "data").tolist()
         if name in _ABOUT_THE_OBJECT:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)

@@ -651,7 +651,8 @@ class Runtime:
         """A closure's loss over all ranks, so that an optimizer that looks at it decides alike everywhere."""
         if loss is None:
             return None
-        parts = self.comm.all_gather((float(loss), self._samples))
+        value = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
+        parts = self.comm.all_gather((value, self._samples))
         if self.config.reduction == "sum":
             joint = sum(part for part, _ in parts)
         else:
