@@ -171,6 +171,8 @@ class Runtime:
             self._check_same_model()
             self.comm.broadcast([p.data for p in self.names if not p.is_meta] + list(model.buffers()))
             self._adopt_parameters()
+            if self.comm.rank:  # scripts seed all workers alike; dropout masks and samples should differ
+                torch.manual_seed(torch.initial_seed() + self.comm.rank)
             for optimizer in optimizers:
                 self._know(optimizer)
         self._hook_in()
