@@ -45,6 +45,9 @@ class FakeRuntime:
     def batch(self, num_samples: int) -> None:
         self.calls.append(num_samples)
 
+    def end_batches(self) -> None:
+        self.calls.append("end")
+
     def drain(self) -> None:
         self.calls.append("drain")
 
@@ -301,7 +304,7 @@ def test_fewer_samples_than_ranks(on_ranks: Any, run: FakeRuntime) -> None:
     per_rank = on_ranks(4, lambda: DataLoader(range(2), batch_size=8, shuffle=True))
     assert sorted(numbers(per_rank[0]) + numbers(per_rank[1])) == [0, 1]
     assert per_rank[2:] == [[], []]
-    assert run.calls == ["begin", 1, "drain"] * 2 + ["begin", "drain"] * 2
+    assert run.calls == ["begin", 1, "end", "drain"] * 2 + ["begin", "end", "drain"] * 2
 
 
 def test_set_epoch_resumes(become: Any) -> None:
@@ -435,7 +438,7 @@ def test_batch_size_none_takes_turns(on_ranks: Any, run: FakeRuntime) -> None:
     make = lambda: DataLoader(blocks, batch_size=None, sampler=BatchSampler(range(7), 2, False))  # noqa: E731
     run.calls.clear()
     assert [[len(b) for b in batches] for batches in on_ranks(2, make)] == [[2, 2], [2, 1]]
-    assert run.calls == ["begin", 2, 2, "drain", "begin", 2, 1, "drain"]
+    assert run.calls == ["begin", 2, 2, "end", "drain", "begin", 2, 1, "end", "drain"]
 
 
 class Tagged(DataLoader):
@@ -477,12 +480,12 @@ def test_loader_workers_and_counts(become: Any, run: FakeRuntime, persistent: bo
         DataLoader(range(15), 2, shuffle=True, num_workers=2, collate_fn=time_first, persistent_workers=persistent)
     )
     first = [numbers(b[0]) for b in loader]
-    assert run.calls == ["begin", 2, 2, 2, 2, "drain"]
+    assert run.calls == ["begin", 2, 2, 2, 2, "end", "drain"]
     run.calls.clear()
     become(1, 2)
     other = shard(loader._data)
     both = first + [numbers(b[0]) for b in other]
-    assert run.calls == ["begin", 2, 2, 2, 1, "drain"]
+    assert run.calls == ["begin", 2, 2, 2, 1, "end", "drain"]
     assert sorted(numbers(both)) == list(range(15))
     become(0, 2)
     assert [numbers(b[0]) for b in loader] != first
@@ -509,14 +512,14 @@ def test_a_whole_loop_is_watched(become: Any, run: FakeRuntime) -> None:
     for batch in shard(DataLoader(range(7), batch_size=2)):
         told.append((len(batch), list(run.calls)))
     assert told == [(2, ["begin", 2]), (1, ["begin", 2, 1])]
-    assert run.calls == ["begin", 2, 1, "drain"]
+    assert run.calls == ["begin", 2, 1, "end", "drain"]
 
 
 def test_a_loop_left_early_does_not_drain(become: Any, run: FakeRuntime) -> None:
     become(0, 2)
     for _ in shard(DataLoader(range(8), batch_size=2)):
         break
-    assert run.calls == ["begin", 2]
+    assert run.calls == ["begin", 2, "end"]
 
 
 class Broken(Dataset):
@@ -533,7 +536,7 @@ def test_an_error_of_the_data_goes_through(become: Any, run: FakeRuntime) -> Non
     become(0, 2)
     with pytest.raises(OSError, match="disk"):
         list(shard(DataLoader(Broken(), batch_size=2)))
-    assert run.calls == ["begin", 2]
+    assert run.calls == ["begin", 2, "end"]
 
 
 def test_without_a_runtime_loops_are_plain(on_ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -589,7 +592,7 @@ def test_distributed_samplers_are_left_alone(become: Any, run: FakeRuntime, wrap
     loader = shard(DataLoader(TensorDataset(torch.arange(4)) if wrap != "nested" else _Bulk(), **options))
     assert numbers(list(loader)) == [0, 1, 3]
     assert len(loader) == 2
-    assert run.calls == ["begin", 2, 1, "drain"]
+    assert run.calls == ["begin", 2, 1, "end", "drain"]
     loader.set_epoch(2)
     assert numbers(list(loader)) == [2, 1, 3]
 
@@ -614,7 +617,7 @@ def test_sharding_twice_is_sharding_once(become: Any, run: FakeRuntime) -> None:
     for part in (dataset, Subset(dataset, range(4))):
         run.calls.clear()
         assert numbers(list(shard(DataLoader(part, batch_size=3)))) == [1, 3, 5, 7]
-        assert run.calls == ["begin", 3, 1, "drain"]
+        assert run.calls == ["begin", 3, 1, "end", "drain"]
 
 
 # -- iterable datasets ------------------------------------------------------------------------------
@@ -650,7 +653,7 @@ def test_iterable_with_loader_workers(on_ranks: Any, run: FakeRuntime) -> None:
     assert all_numbers(per_rank) == list(range(22))
     plain = [numbers(b) for b in DataLoader(Numbers(22), batch_size=4, num_workers=2)]
     assert global_batches(per_rank)[:4] == plain[:4]  # to where a worker runs dry
-    assert run.calls == ["begin", 2, 2, 2, 2, 2, 2, "drain", "begin", 2, 2, 2, 2, 1, 1, "drain"]
+    assert run.calls == ["begin", 2, 2, 2, 2, 2, 2, "end", "drain", "begin", 2, 2, 2, 2, 1, 1, "end", "drain"]
 
 
 class ShuffledNumbers(Numbers):
@@ -695,7 +698,7 @@ def test_worker_init_fn_divides_the_dataset(on_ranks: Any) -> None:
 def test_iterable_batch_size_none_takes_turns(on_ranks: Any, run: FakeRuntime) -> None:
     per_rank = on_ranks(2, lambda: DataLoader(Range(0, 5), batch_size=None))
     assert [numbers(batches) for batches in per_rank] == [[0, 2, 4], [1, 3]]
-    assert run.calls == ["begin", "drain"] * 2
+    assert run.calls == ["begin", "end", "drain"] * 2
 
 
 # -- datasets and other iterables -------------------------------------------------------------------
@@ -746,7 +749,7 @@ def test_iterable_datasets_are_iterable_datasets(on_ranks: Any) -> None:
 def test_iterables_take_turns(on_ranks: Any, run: FakeRuntime) -> None:
     batches = [torch.full((n,), n) for n in range(1, 6)]
     assert [numbers(b) for b in on_ranks(2, lambda: batches)] == [[1, 3, 3, 3] + [5] * 5, [2, 2] + [4] * 4]
-    assert run.calls == ["begin", 1, 3, 5, "drain", "begin", 2, 4, "drain"]
+    assert run.calls == ["begin", 1, 3, 5, "end", "drain", "begin", 2, 4, "end", "drain"]
     assert on_ranks(2, lambda: batches, len) == [3, 2]
     assert on_ranks(2, lambda: iter([10, 11, 12])) == [[10, 12], [11]]
 

@@ -98,17 +98,21 @@ def uneven(world_size: int, architecture: str, optimizer: str) -> oracle.Case:
     return case
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_optimizers(world_size: int, architecture: str, dtype: torch.dtype) -> None:
-    oracle.check_all(world_size, [(recommender, architecture, *c, dtype) for c in COMBINATIONS])
+def test_optimizers(world_size: int, architecture: str) -> None:
+    oracle.check_all(world_size, [(recommender, architecture, *c, torch.float64) for c in COMBINATIONS])
+
+
+@pytest.mark.parametrize(("world_size", "architecture"), [(4, "hybrid"), (3, "gather"), (2, "dense")])
+def test_optimizers_in_single_precision(world_size: int, architecture: str) -> None:
+    oracle.check_all(world_size, [(recommender, architecture, *c, torch.float32) for c in COMBINATIONS])
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, 3])
 def test_bfloat16(world_size: int, architecture: str) -> None:
-    combinations = [("SGD", False), ("SGD", True), ("Adagrad", False), ("Adagrad", True), ("Adam", False)]
+    combinations = [("SGD", False), ("SGD", True), ("Adagrad", True), ("Adam", False)]
     oracle.check_all(world_size, [(recommender, architecture, *c, torch.bfloat16) for c in combinations])
 
 
