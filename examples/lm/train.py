@@ -66,7 +66,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def build(args: argparse.Namespace, corpus: Corpus) -> tuple[LanguageModel, torch.optim.Optimizer, DataLoader]:
-    torch.manual_seed(args.seed + RANK)  # workers draw samples and dropout of their own
+    torch.manual_seed(args.seed)
     model = LanguageModel(
         corpus.vocab_size,
         embedding_dim=args.embedding_dim,
