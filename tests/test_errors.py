@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import re
@@ -431,9 +430,9 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
                 ended[what] = Ended(process.returncode, stdout, (folder / f"{what}.err").read_text(), seconds)
         time.sleep(0.05)
     for process in started.values():
-        with contextlib.suppress(ProcessLookupError):
+        if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+            process.wait()
     for what in started:
         if what not in ended:
             ended[what] = Ended(-1, "", f"did not end: {(folder / f'{what}.err').read_text()}", float("inf"))

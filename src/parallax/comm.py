@@ -95,7 +95,6 @@ class Comm:
             self.started_group = True
         self.rank, self.world_size = rank(), world_size()
         self.peers = [p for p in range(self.world_size) if p != self.rank]
-        self._failed_key = f"parallax/{next(_runs)}/failed"
         self._sending: list[tuple[dist.Work, torch.Tensor]] = []
         self._rounds: dist.ProcessGroup | None = None
         self._buckets: dist.ProcessGroup | None = None
@@ -104,6 +103,8 @@ class Comm:
             self._rounds = dist.new_group(timeout=limit)
             self._buckets = dist.new_group(timeout=limit)
         self._point_to_point = device.type == "cpu"
+        # All ranks look under the same key, whatever runs each process had before.
+        self._failed_key = f"parallax/{self.all_gather(next(_runs))}/failed"
 
     @property
     def alive(self) -> bool:
