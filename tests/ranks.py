@@ -2,8 +2,8 @@
 
 The ranks are processes that live as long as the session. They are forked from a *nursery*, a process that has
 imported torch once, so a rank that has failed or hangs is replaced in milliseconds. For each job the ranks
-join a new process group (gloo over loopback; the store is in the test process, so no port is guessed). A
-world of one has no process group, like `python train.py`.
+join a new process group (gloo over loopback, found through a file, so no port is guessed). A world of one has
+no process group, like `python train.py`.
 
 A job that fails on a rank fails the test with that rank's traceback and output; one that takes too long fails
 it with the stack of every rank that is still at work. A nursery that does not start fails the test as well.
@@ -136,11 +136,8 @@ class Pool:
     """Rank processes, made when needed and used again while all goes well."""
 
     def __init__(self) -> None:
-        import torch.distributed as dist
-
         self._nursery, self._control = _start_nursery()
-        # Held here, so that it outlives every rank and its port is never free in between.
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._stores = tempfile.TemporaryDirectory()
         self._processes: list[_Process | None] = [None] * MAX_WORLD_SIZE
         self._num_jobs = 0
         atexit.register(self.close)
@@ -161,10 +158,10 @@ class Pool:
         processes = [self._ready(rank) for rank in range(world_size)]
         started = time.monotonic()
         try:
+            store = os.path.join(self._stores.name, str(self._num_jobs))
             for rank, process in enumerate(processes):
-                process.connection.send_bytes(
-                    _dumps((self._num_jobs, self._store.port, what, rank, world_size, timeout, backend, args))
-                )
+                job = _dumps((store, what, rank, world_size, timeout, backend, _dumps(args)))
+                process.connection.send_bytes(job)
             outcomes, hung = self._collect(processes, started + timeout, expect_errors)
             failed = [o for o in outcomes if o.error is not None]
             if not failed:
@@ -291,6 +288,7 @@ class Pool:
         for process in filter(None, self._processes):
             process.connection.close()
             process.log.close()
+        self._stores.cleanup()
 
 
 def environment() -> dict[str, str]:
@@ -418,25 +416,22 @@ def _do(connection: Connection, data: bytes) -> None:
     import torch
     import torch.distributed as dist
 
-    number, port, what, rank, world_size, timeout, backend = _loads(data)[:7]
+    path, what, rank, world_size, timeout, backend, packed = _loads(data)
     outcome = Outcome(rank)
-    store = None
     try:
-        args = _loads(data)[7]
         module, _, name = what.partition(":")
         fn = getattr(importlib.import_module(module), name)
         torch.manual_seed(0)
         sys.excepthook = sys.__excepthook__  # each process group wraps the one that it finds
         if world_size > 1:
-            limit = datetime.timedelta(seconds=timeout)
-            host = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=limit)
-            store = dist.PrefixStore(f"job{number}", host)
+            # A file: connecting to a TCPStore takes 5 seconds now and then.
+            store, limit = dist.FileStore(path, world_size), datetime.timedelta(seconds=timeout)
             if backend == "nccl":
                 torch.cuda.set_device(rank)
             dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            outcome.value = fn(*args)
+            outcome.value = fn(*_loads(packed))
             _leave_parallax()
         message = _dumps(outcome)
     except BaseException as error:

@@ -160,8 +160,7 @@ def remote_rows(world_size: int, owners: Any, num_tables: int, size: int) -> tup
 
 
 @several_ranks
-@pytest.mark.parametrize("num_tables", [1, 5])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("num_tables", "dtype"), [(5, torch.float32), (1, torch.float64), (2, torch.bfloat16)])
 def test_bytes_are_those_of_remote_rows(world_size: int, num_tables: int, dtype: torch.dtype) -> None:
     found = ranks.run(world_size, bytes_of_tables, num_tables, dtype, SIZE, WIDTH, ROWS)
     asks, serves = remote_rows(world_size, found[0][1], num_tables, SIZE)
@@ -240,8 +239,7 @@ def rows_in_step(rows: int, optimizer: str) -> list[tuple[int, ...]]:
 
 
 @several_ranks
-@pytest.mark.parametrize("rows", [3, 10, 101])
-@pytest.mark.parametrize("optimizer", ["Adagrad", "Adam"])
+@pytest.mark.parametrize(("rows", "optimizer"), [(3, "Adam"), (10, "Adagrad"), (101, "Adam")])
 def test_a_worker_holds_its_share_of_tables_and_state(world_size: int, rows: int, optimizer: str) -> None:
     found = ranks.run(world_size, rows_in_step, rows, optimizer)
     most = math.ceil(rows / world_size)
