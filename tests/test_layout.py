@@ -17,6 +17,7 @@ ORDER = [
     "table",
     "rounds",
     "lookup",
+    "whole",
     "parameter",
     "dense",
     "optimizer",

@@ -193,6 +193,13 @@ def test_accumulation_where_one_rank_has_no_gradient(world_size: int) -> None:
     oracle.check(world_size, accumulate_where_one_rank_has_no_gradient)
 
 
+def _in_place(w: Any) -> None:
+    with torch.no_grad():
+        w[2] = 9.0
+        w[1:2].zero_()
+        w.add_(1)
+
+
 EDITS: dict[str, Any] = {
     "zero a row": lambda w: w.data.__setitem__(0, 0.0),
     "scale": lambda w: w.data.mul_(2),
@@ -203,20 +210,13 @@ EDITS: dict[str, Any] = {
     "add a tensor": lambda w: w.data.add_(torch.arange(15.0, dtype=torch.float64).view(5, 3)),
     "slice": lambda w: w.data[2:4].mul_(3),
     "init": nn.init.ones_,
-    "without a graph": lambda w: _in_place(w),
+    "without a graph": _in_place,
     "foreach": lambda w: torch._foreach_mul_([w.data], 0.5),
     "gradient": lambda w: w.data.add_(w.grad, alpha=-0.1),
     "gradient, scaled": lambda w: (w.grad.mul_(2), w.data.sub_(w.grad)),
     "gradient, assigned": lambda w: (setattr(w, "grad", w.grad * 3), w.data.sub_(w.grad)),
     "gradient of another kind": lambda w: (w.grad.data.copy_(torch.ones(5, 3)), w.data.sub_(w.grad)),
 }
-
-
-def _in_place(w: Any) -> None:
-    with torch.no_grad():
-        w[2] = 9.0
-        w[1:2].zero_()
-        w.add_(1)
 
 
 READS: dict[str, Any] = {

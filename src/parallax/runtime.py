@@ -34,11 +34,12 @@ from parallax.config import Config
 from parallax.dense import Contribution, DenseGradients, Totals
 from parallax.lookup import Lookups
 from parallax.optimizer import Rowwise, cut_state, probe, whole_state
-from parallax.parameter import ShardedParameter, WatchedParameter, WholeReads, adopt, release
+from parallax.parameter import ShardedParameter, WatchedParameter, adopt, release
 from parallax.plan import ParameterProfile, Placement, Plan, Use
 from parallax.planner import make_plan
 from parallax.rounds import NO_FLAG, Flag, Request, Round, Rounds
 from parallax.table import Partitioning, Table
+from parallax.whole import WholeReads
 
 ANNOUNCE_SECONDS = 5.0
 """How long a rank that failed waits for the others to come and hear of it."""
@@ -111,7 +112,8 @@ class Runtime:
     def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], config: Config) -> None:
         global _current
         self.model, self.config = model, config
-        self.names = {p: name for name, p in model.named_parameters()}
+        self.parameters = dict(model.named_parameters())
+        self.names = {p: name for name, p in self.parameters.items()}
         self._own_ids = {id(p) for p in self.names}
         self.comm = Comm(_device(model), config.timeout)
         self.phase = Phase.FORWARD
@@ -478,8 +480,7 @@ class Runtime:
         order = [self.names[p] for p in self._loose]
         everyone = self.comm.all_gather((mine, order))
         loose = {name: None for _, names in everyone for name in names}  # rank 0's order first
-        parameters = {name: p for p, name in self.names.items()}
-        ad_hoc = self._buckets([parameters[name] for name in loose])
+        ad_hoc = self._buckets([self.parameters[name] for name in loose])
         for p in self._loose:
             ad_hoc.ready(p, contribution)
         ad_hoc.finish(contribution)
@@ -546,8 +547,7 @@ class Runtime:
     def _refresh(self) -> None:
         """Buckets and rounds for the plan as it is."""
         self.rounds.tables = list(self.tables.values())
-        parameters = {name: p for p, name in self.names.items()}
-        bucketed = [parameters[name] for name in self._order if name not in self.tables]
+        bucketed = [self.parameters[name] for name in self._order if name not in self.tables]
         if [id(p) for b in self.dense.buckets for p in b.parameters] != [id(p) for p in bucketed]:
             self.dense = self._buckets(bucketed)
 
@@ -784,12 +784,13 @@ class Runtime:
             self.phase = Phase.ENDED
             return
         self.comm.report_failure(error)
+        if self.phase is Phase.FORWARD:
+            with contextlib.suppress(Exception):  # the error at hand is the one to tell
+                self._settle()  # as the others do before their next round
         if self._needs_rounds() and self.phase is not Phase.ENDED:
             # The others hear of it in their next round; a thread, because they may take long to come.
             def tell() -> None:
                 with contextlib.suppress(Exception):
-                    if self.phase is Phase.FORWARD:
-                        self._settle()  # as the others do before their next round
                     self.rounds.run(Request(flags=Flag.FAILED))
 
             thread = threading.Thread(target=tell, daemon=True)
@@ -906,9 +907,8 @@ class Runtime:
         optimizer = self.optimizers[step["optimizer"]]
         for group, settings in zip(optimizer.param_groups, step["groups"], strict=True):
             group.update(settings)
-        parameters = {name: p for p, name in self.names.items()}
         for name, grad in step["grads"].items():
-            p = parameters[name]
+            p = self.parameters[name]
             p.grad = None if grad is None else grad.to(p.device)
         for name, changes in step["tables"].items():
             table = self.tables[name]
