@@ -21,6 +21,7 @@ ORDER = [
     "parameter",
     "dense",
     "optimizer",
+    "repeats",
     "runtime",
     "data",
     "api",

@@ -6,7 +6,7 @@ import collections
 import copy
 import dataclasses
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -112,40 +112,108 @@ def _sibling(optimizer: torch.optim.Optimizer, group: dict[str, Any], p: torch.n
     return trial
 
 
-def cut_state(optimizer: torch.optim.Optimizer, table: Table, keys: Collection[str]) -> None:
-    """Keeps this rank's rows of state that was made or loaded for a whole table."""
-    state = optimizer.state.get(table.parameter)
-    if not state:
-        return
-    for key in keys:
-        value = state.get(key)
-        if isinstance(value, torch.Tensor) and value.dim() and value.shape[0] != table.num_held:
-            state[key] = table.own_rows(value)
+class Optimizers:
+    """The optimizers of a run: which parameters each of them updates, and how."""
 
+    def __init__(self, tables: Mapping[str, Table]) -> None:
+        """
+        Args:
+            tables: the tables of the run, by name; may change.
+        """
+        self._tables = tables
+        self._known: list[torch.optim.Optimizer] = []
+        self._members: dict[int, tuple[int, set[int]]] = {}
+        self._rowwise: dict[tuple[Any, ...], Rowwise] = {}
 
-def whole_state(
-    optimizer: torch.optim.Optimizer,
-    state_dict: dict[str, Any],
-    tables: dict[torch.Tensor, Table],
-    keys: Callable[[Table], Collection[str]],
-    read: Callable[[Table, str], torch.Tensor],
-) -> dict[str, Any]:
-    """`state_dict` with the state of tables as one device has it.
+    def add(self, optimizer: torch.optim.Optimizer) -> None:
+        self._known.append(optimizer)
 
-    Args:
-        tables: the sharded tables by parameter.
-        keys: which entries of the optimizer's state have rows.
-        read: fetches the whole tensor behind such an entry.
-    """
-    state = dict(state_dict["state"])
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for number, p in enumerate(parameters):
-        table = tables.get(p)
-        if number in state:
-            state[number] = dict(state[number])  # the optimizer's own entry may be cut later
-        if table is not None and number in state:
-            entry = state[number]
-            for key in sorted(keys(table)):
-                if isinstance(entry.get(key), torch.Tensor):
-                    entry[key] = read(table, key)
-    return {**state_dict, "state": state}
+    def __contains__(self, optimizer: torch.optim.Optimizer) -> bool:
+        return any(o is optimizer for o in self._known)
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def __getitem__(self, number: int) -> torch.optim.Optimizer:
+        return self._known[number]
+
+    def number(self, optimizer: torch.optim.Optimizer) -> int:
+        """The same on all ranks."""
+        return next(i for i, o in enumerate(self._known) if o is optimizer)
+
+    def of(self, table: Table) -> list[torch.optim.Optimizer]:
+        """Those that update `table`."""
+        return [o for o in self._known if id(table.parameter) in self.members(o)]
+
+    def members(self, optimizer: torch.optim.Optimizer) -> set[int]:
+        """Ids of the parameters of an optimizer; groups may be added to it."""
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        known = self._members.get(id(optimizer))
+        if known is None or known[0] != count:
+            ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            known = self._members[id(optimizer)] = (count, ids)
+        return known[1]
+
+    def how(self, optimizer: torch.optim.Optimizer, table: Table) -> Rowwise:
+        """How `optimizer` treats `table`; tried once for each kind of table."""
+        group = next(i for i, g in enumerate(optimizer.param_groups) if any(p is table.parameter for p in g["params"]))
+        kind = (self.number(optimizer), group, len(table.shape), table.dtype, table.sparse_grad)
+        if kind not in self._rowwise:
+            self._rowwise[kind] = probe(optimizer, table)
+        return self._rowwise[kind]
+
+    def how_updated(self, table: Table) -> list[Rowwise]:
+        return [self.how(optimizer, table) for optimizer in self.of(table)]
+
+    # -- state --------------------------------------------------------------------------------------
+
+    def cut_states(self, optimizer: torch.optim.Optimizer) -> None:
+        """Keeps this rank's rows of state that was made or loaded for whole tables."""
+        for table in self._sharded(optimizer):
+            self.cut_state(optimizer, table)
+
+    def cut_state(self, optimizer: torch.optim.Optimizer, table: Table) -> None:
+        state = optimizer.state.get(table.parameter, {})
+        for key in self.how(optimizer, table).keys if state else ():
+            value = state.get(key)
+            if isinstance(value, torch.Tensor) and value.dim() and value.shape[0] != table.num_held:
+                state[key] = table.own_rows(value)
+
+    def field(self, table: Table, number: int) -> torch.Tensor | None:
+        """Entry number `number` of the state of `table` that has rows: this rank's rows of it."""
+        optimizer, key = self._entries(table)[number]
+        value = optimizer.state.get(table.parameter, {}).get(key)
+        return value if isinstance(value, torch.Tensor) else None
+
+    def whole_state(
+        self,
+        optimizer: torch.optim.Optimizer,
+        state_dict: dict[str, Any],
+        read_whole: Callable[[Table, int], torch.Tensor],
+    ) -> dict[str, Any]:
+        """`state_dict` with the state of tables as one device has it.
+
+        Args:
+            read_whole: fetches the whole tensor behind a field of a table (see `Rounds.fields`), shape (rows, width).
+        """
+        state = dict(state_dict["state"])
+        tables: dict[torch.Tensor, Table] = {t.parameter: t for t in self._sharded(optimizer)}
+        for number, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+            if number not in state:
+                continue
+            entry = state[number] = dict(state[number])  # the optimizer's own entry may be cut later
+            if p not in tables:
+                continue
+            for i, (o, key) in enumerate(self._entries(tables[p])):
+                value = entry.get(key)
+                if o is optimizer and isinstance(value, torch.Tensor):
+                    whole = read_whole(tables[p], 2 + i).view(tables[p].num_rows, *value.shape[1:])
+                    entry[key] = whole.to_sparse(1) if value.layout == torch.sparse_coo else whole
+        return {**state_dict, "state": state}
+
+    def _sharded(self, optimizer: torch.optim.Optimizer) -> list[Table]:
+        return [t for t in self._tables.values() if t.sharded and id(t.parameter) in self.members(optimizer)]
+
+    def _entries(self, table: Table) -> list[tuple[torch.optim.Optimizer, str]]:
+        """The entries of state that have rows, in the order of their field numbers."""
+        return [(o, key) for o in self.of(table) for key in sorted(self.how(o, table).keys)]

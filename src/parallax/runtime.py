@@ -15,7 +15,6 @@ import atexit
 import contextlib
 import dataclasses
 import enum
-import io
 import os
 import socket
 import sys
@@ -33,10 +32,11 @@ from parallax.comm import Comm, DisagreementError, ParallaxError, PeerError
 from parallax.config import Config
 from parallax.dense import Contribution, DenseGradients, Totals
 from parallax.lookup import Lookups
-from parallax.optimizer import Rowwise, cut_state, probe, whole_state
+from parallax.optimizer import Optimizers
 from parallax.parameter import ShardedParameter, WatchedParameter, adopt, release
 from parallax.plan import ParameterProfile, Placement, Plan, Use
 from parallax.planner import make_plan
+from parallax.repeats import Repeats
 from parallax.rounds import NO_FLAG, Flag, Request, Round, Rounds
 from parallax.table import Partitioning, Table
 from parallax.whole import WholeReads
@@ -118,11 +118,8 @@ class Runtime:
         self.comm = Comm(_device(model), config.timeout)
         self.phase = Phase.FORWARD
         self.failed: BaseException | None = None
-        self.optimizers: list[torch.optim.Optimizer] = []
-        self._rowwise: dict[tuple[Any, ...], Rowwise] = {}
         self._accumulators: list[torch.autograd.graph.Node] = []
         """Kept alive, with our hooks."""
-        self._member_ids: dict[int, tuple[int, set[int]]] = {}
         self._unhook: list[Callable[[], Any]] = []
 
         self.rounds = Rounds(self.comm, self._field)
@@ -156,6 +153,8 @@ class Runtime:
         """An optimizer ran since the latest backward."""
 
         self.tables: dict[str, Table] = {}
+        self.optimizers = Optimizers(self.tables)
+        self.repeats = Repeats(self.comm.rank, self.parameters, self.tables, self.optimizers, self.reads)
         self._order: list[str] = []
         """Names of dense parameters in the order in which their gradients arrive."""
         self.profiles: dict[str, ParameterProfile] = {}
@@ -508,7 +507,7 @@ class Runtime:
         self._undecided = False
         for name, table in self.tables.items():
             if table.use is Use.LOOKUP:
-                by_rows = all(how.by_rows for how in self._how_updated(table))
+                by_rows = all(how.by_rows for how in self.optimizers.how_updated(table))
                 self.profiles[name] = dataclasses.replace(self.profiles[name], rowwise=by_rows)
         plan = make_plan(list(self.profiles.values()), world_size=self.comm.world_size, config=self.config)
         for name, table in list(self.tables.items()):
@@ -533,8 +532,8 @@ class Runtime:
         grad = table.grad
         if grad is not None:
             table.grad = None
-        for optimizer in self._optimizers_of(table):
-            cut_state(optimizer, table, self._row_keys(optimizer, table))
+        for optimizer in self.optimizers.of(table):
+            self.optimizers.cut_state(optimizer, table)
         rows = table.own_rows(table.data)
         with torch._C.DisableTorchFunctionSubclass():
             table.parameter.data = rows
@@ -573,9 +572,9 @@ class Runtime:
 
     def _know(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether `optimizer` updates this model; hooks into its state the first time that it is seen."""
-        if any(o is optimizer for o in self.optimizers):
+        if optimizer in self.optimizers:
             return True
-        members = self._members(optimizer)
+        members = self.optimizers.members(optimizer)
         if members.isdisjoint(self._own_ids):
             if not members.isdisjoint(map(id, self.model.parameters())):
                 self.fail(
@@ -585,10 +584,10 @@ class Runtime:
                     )
                 )
             return False
-        self.optimizers.append(optimizer)
+        self.optimizers.add(optimizer)
         self._unhook += [
             optimizer.register_state_dict_post_hook(self._post_optimizer_state_dict).remove,
-            optimizer.register_load_state_dict_post_hook(self._cut_states).remove,
+            optimizer.register_load_state_dict_post_hook(self.optimizers.cut_states).remove,
         ]
         return True
 
@@ -619,14 +618,14 @@ class Runtime:
                     )
                 self._share_step(optimizer)
             for table in self.tables.values():
-                if table.sharded and optimizer in self._optimizers_of(table):
-                    how = self._rowwise_of(optimizer, table)
+                if table.sharded and optimizer in self.optimizers.of(table):
+                    how = self.optimizers.how(optimizer, table)
                     if not how.by_rows:
                         raise ParallaxError(
                             f"rank {self.comm.rank}: {table.name!r} is spread by rows, but {how.reason}. Pass this "
                             f"optimizer to parallax.distribute(model, optimizer), which then keeps the table whole"
                         )
-            self._cut_states(optimizer)
+            self.optimizers.cut_states(optimizer)
         self._step_depth += 1
         if self._step_depth > 1:  # an optimizer that steps another one
             return None
@@ -662,7 +661,7 @@ class Runtime:
         return torch.full_like(loss, joint, requires_grad=False) if isinstance(loss, torch.Tensor) else joint
 
     def _post_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if self.phase is Phase.ENDED or not any(o is optimizer for o in self.optimizers):
+        if self.phase is Phase.ENDED or optimizer not in self.optimizers:
             return
         self._step_depth -= 1
         if not self._step_depth:
@@ -673,39 +672,8 @@ class Runtime:
     def _leave_step(self) -> None:
         self.phase, self.lookups.stepping = Phase.FORWARD, False
         for table in self.tables.values():
-            if table.sharded and self._optimizers_of(table):
+            if table.sharded and self.optimizers.of(table):
                 table.forget_leases()
-
-    def _optimizers_of(self, table: Table) -> list[torch.optim.Optimizer]:
-        return [o for o in self.optimizers if id(table.parameter) in self._members(o)]
-
-    def _members(self, optimizer: torch.optim.Optimizer) -> set[int]:
-        """Ids of the parameters of an optimizer; groups may be added to it."""
-        count = sum(len(group["params"]) for group in optimizer.param_groups)
-        known = self._member_ids.get(id(optimizer))
-        if known is None or known[0] != count:
-            ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            known = self._member_ids[id(optimizer)] = (count, ids)
-        return known[1]
-
-    def _rowwise_of(self, optimizer: torch.optim.Optimizer, table: Table) -> Rowwise:
-        number = next(i for i, o in enumerate(self.optimizers) if o is optimizer)
-        group = next(i for i, g in enumerate(optimizer.param_groups) if any(p is table.parameter for p in g["params"]))
-        kind = (number, group, len(table.shape), table.dtype, table.sparse_grad)
-        if kind not in self._rowwise:
-            self._rowwise[kind] = probe(optimizer, table)
-        return self._rowwise[kind]
-
-    def _how_updated(self, table: Table) -> list[Rowwise]:
-        return [self._rowwise_of(optimizer, table) for optimizer in self._optimizers_of(table)]
-
-    def _row_keys(self, optimizer: torch.optim.Optimizer, table: Table) -> frozenset[str]:
-        return self._rowwise_of(optimizer, table).keys
-
-    def _cut_states(self, optimizer: torch.optim.Optimizer) -> None:
-        for table in self.tables.values():
-            if table.sharded and optimizer in self._optimizers_of(table):
-                cut_state(optimizer, table, self._row_keys(optimizer, table))
 
     # -- state --------------------------------------------------------------------------------------
 
@@ -713,13 +681,7 @@ class Runtime:
         """See `Rounds.fields`."""
         if field < 2:
             return table.grad if field else table.data
-        optimizer, key = self._state_entries(table)[field - 2]
-        value = optimizer.state.get(table.parameter, {}).get(key)
-        return value if isinstance(value, torch.Tensor) else None
-
-    def _state_entries(self, table: Table) -> list[tuple[torch.optim.Optimizer, str]]:
-        """The entries of optimizer state that have rows, in the order of their field numbers."""
-        return [(o, key) for o in self._optimizers_of(table) for key in sorted(self._row_keys(o, table))]
+        return self.optimizers.field(table, field - 2)
 
     def _post_state_dict(self, module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any) -> None:
         """Tables are whole, plain tensors in a state dict."""
@@ -730,15 +692,7 @@ class Runtime:
                     state_dict[prefix + name] = self.reads.whole(p._table, "data")
 
     def _post_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state_dict: Any) -> Any:
-        def read(table: Table, key: str) -> torch.Tensor:
-            entries = self._state_entries(table)
-            number = next(i for i, (o, k) in enumerate(entries) if o is optimizer and k == key)
-            value = optimizer.state[table.parameter][key]
-            whole = self.lookups.read_whole(table, 2 + number).view(table.num_rows, *value.shape[1:])
-            return whole.to_sparse(1) if value.layout == torch.sparse_coo else whole
-
-        sharded: dict[torch.Tensor, Table] = {t.parameter: t for t in self.tables.values() if t.sharded}
-        return whole_state(optimizer, state_dict, sharded, lambda t: self._row_keys(optimizer, t), read)
+        return self.optimizers.whole_state(optimizer, state_dict, self.lookups.read_whole)
 
     def _on_change(self, table: Table) -> None:
         self.rounds.version += 1
@@ -868,58 +822,12 @@ class Runtime:
         return name in self.tables and self.tables[name].sharded
 
     def _share_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Brings ranks without data what they need to run the same optimizer step."""
-        number = next(i for i, o in enumerate(self.optimizers) if o is optimizer)
-        for table in self.tables.values():
-            if table.sharded and table.name in self.reads.unrepeatable:
-                raise ParallaxError(
-                    f"rank {self.comm.rank}: the gradient of {table.name!r} was changed in a way that ranks without "
-                    f"data cannot repeat; use drop_last=True, or change gradients by numbers only"
-                )
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p in self.names]
-        step = {
-            "optimizer": number,
-            "groups": [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups],
-            "grads": {
-                self.names[p]: None if p.grad is None else p.grad
-                for p in parameters
-                if not isinstance(p, ShardedParameter)
-            },
-            "tables": {
-                self.names[p]: None if p.grad is None else self.reads.changes.get(self.names[p], [])
-                for p in parameters
-                if isinstance(p, ShardedParameter)
-            },
-        }
-        file = io.BytesIO()
-        torch.save(step, file)
-        blob = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8).to(self.comm.device)
+        blob = self.repeats.record(optimizer).to(self.comm.device)
         self._run_round(Request(flags=Flag.STEP, weight=self._samples, blob=blob))
 
     def _repeat_step(self, now: Round) -> None:
         source = next(r for r, f in enumerate(now.flags) if f & Flag.STEP)
-        step = torch.load(io.BytesIO(now.blobs[source].cpu().numpy().tobytes()), weights_only=False)
-        if step["optimizer"] >= len(self.optimizers):
-            raise ParallaxError(
-                f"rank {self.comm.rank} ran out of data before its first optimizer step and does not know the "
-                f"optimizer; pass it to parallax.distribute(model, optimizer)"
-            )
-        optimizer = self.optimizers[step["optimizer"]]
-        for group, settings in zip(optimizer.param_groups, step["groups"], strict=True):
-            group.update(settings)
-        for name, grad in step["grads"].items():
-            p = self.parameters[name]
-            p.grad = None if grad is None else grad.to(p.device)
-        for name, changes in step["tables"].items():
-            table = self.tables[name]
-            if changes is None:
-                table.grad = None
-                continue
-            if table.grad is None:
-                table.grad = torch.zeros_like(table.data)
-            for change in changes:
-                change.repeat(table.grad)
-        optimizer.step()
+        self.repeats.repeat(now.blobs[source])
         self._drop_gradients()
 
     def _drop_gradients(self) -> None:
