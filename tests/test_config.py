@@ -18,6 +18,7 @@ def test_defaults() -> None:
         "architecture": "hybrid",
         "sparse_allreduce": "gather",
         "reduction": "mean",
+        "lazy_rows": False,
         "timeout": 600.0,
         "bucket_mb": 25.0,
         "init": None,
@@ -30,6 +31,7 @@ def test_defaults() -> None:
         ("architecture", "allreduce"),
         ("sparse_allreduce", "dense"),
         ("reduction", "sum"),
+        ("lazy_rows", True),
         ("timeout", 1),
         ("bucket_mb", 0.001),
         ("init", lambda name, rows: rows.zero_()),
@@ -46,6 +48,7 @@ def test_allowed(field: str, value: Any) -> None:
         ("architecture", None, "Config.architecture: expected 'hybrid' | 'allreduce', got None"),
         ("sparse_allreduce", "Gather", "Config.sparse_allreduce: expected 'gather' | 'dense', got 'Gather'"),
         ("reduction", ["mean"], "Config.reduction: expected 'mean' | 'sum', got ['mean']"),
+        ("lazy_rows", "Adam", "Config.lazy_rows: expected True or False, got 'Adam'"),
         ("timeout", 0, "Config.timeout: expected a number greater than 0, got 0"),
         ("timeout", -1.5, "Config.timeout: expected a number greater than 0, got -1.5"),
         ("timeout", True, "Config.timeout: expected a number greater than 0, got True"),
@@ -61,6 +64,11 @@ def test_not_allowed(field: str, value: Any, text: str) -> None:
     with pytest.raises(ValueError) as caught:  # noqa: PT011  # the whole text is compared
         Config(**{field: value})
     assert str(caught.value) == text
+
+
+def test_lazy_rows_must_know_which_rows_were_looked_up() -> None:
+    with pytest.raises(ValueError, match="which rows were looked up; use sparse_allreduce='gather'"):
+        Config(lazy_rows=True, architecture="allreduce", sparse_allreduce="dense")
 
 
 def test_an_unknown_field_is_named() -> None:

@@ -241,9 +241,7 @@ def use(what: str) -> None:
         model(ids, ids, ids).sum().backward()
         optimizer.step()
     if parallax.rank() == 1:
-        if what == "hook":
-            model.user.weight.register_hook(broken)
-        elif what == "create_graph":
+        if what == "create_graph":
             warnings.filterwarnings("ignore", "Using backward.*create_graph=True", UserWarning)
             model(ids, ids, ids).square().sum().backward(create_graph=True)
         elif what == "max_norm":
@@ -256,7 +254,6 @@ def use(what: str) -> None:
 @pytest.mark.parametrize(
     ("what", "name"),
     [
-        ("hook", "user.weight"),
         ("create_graph", "create_graph=True"),
         ("max_norm", "weight"),
         ("scale_grad_by_freq", "weight"),

@@ -2,8 +2,11 @@
 
 from parallax.api import distribute as distribute
 from parallax.api import explain as explain
+from parallax.api import no_sync as no_sync
+from parallax.api import reduce as reduce
 from parallax.api import shutdown as shutdown
 from parallax.api import traffic as traffic
+from parallax.api import weight as weight
 from parallax.comm import DisagreementError as DisagreementError
 from parallax.comm import ParallaxError as ParallaxError
 from parallax.comm import PeerError as PeerError

@@ -87,6 +87,8 @@ class Comm:
         self.device = device
         self.timeout = timeout
         self.sent = Sent()
+        self.where: Callable[[], str] = lambda: "starting"
+        """Says how far this rank's training is, for errors of ranks that wait for each other in vain."""
         self.started_group = False
         if world_size() > 1 and not _initialized():
             if device.type == "cuda":
@@ -179,7 +181,7 @@ class Comm:
                 dist.all_to_all_single(inbox, headers.to(self.device), group=self._rounds)
             received = inbox.tolist()
             return received, self.swap(bodies, [body_size(h) for h in received], count=False)
-        self._finish_sends()
+        self.finish_sends()
         received_headers = torch.empty_like(headers)
         received_headers[self.rank] = headers[self.rank]
         received_bodies = list(bodies)
@@ -199,6 +201,18 @@ class Comm:
             with self._watching("waiting for a round's ids and gradients", peer):
                 work.wait()
         return received_headers.tolist(), received_bodies
+
+    @property
+    def can_tell(self) -> bool:
+        """Messages of different sizes may meet (`tell`)."""
+        return self._point_to_point
+
+    def tell(self, header: torch.Tensor) -> None:
+        """Sends the beginning of a header (int64, shape (n,)) to each rank, in place of an `exchange`: they read it in
+        their next one, whatever the length of the headers there. Returns when it has arrived."""
+        for peer in self.peers:
+            self._send(header, peer, tag=0)
+        self.finish_sends()
 
     def swap(self, outgoing: Sequence[torch.Tensor], sizes: Sequence[int], count: bool = True) -> list[torch.Tensor]:
         """Sends `outgoing[r]` (uint8) to each rank r and returns the `sizes[r]` bytes that r sends here."""
@@ -239,7 +253,8 @@ class Comm:
             assert work is not None
             self._sending.append((work, tensor))
 
-    def _finish_sends(self) -> None:
+    def finish_sends(self) -> None:
+        """Waits until what was sent has left."""
         for work, _ in self._sending:
             with self._watching("sending a round"):
                 work.wait()
@@ -259,6 +274,9 @@ class Comm:
 
     def peer_error(self, otherwise: str, patience: float = 0.0) -> PeerError:
         """The error to raise because another rank failed; waits up to `patience` seconds for its word."""
+        return self._word_of_failure(patience) or PeerError(f"rank {self.rank} stops: {otherwise}")
+
+    def _word_of_failure(self, patience: float) -> PeerError | None:
         deadline = time.monotonic() + patience
         while True:
             with contextlib.suppress(Exception):
@@ -267,7 +285,7 @@ class Comm:
                     failed, kind, text = json.loads(store.get(self._failed_key))
                     return PeerError(f"rank {self.rank} stops because rank {failed} failed with {kind}: {text}")
             if time.monotonic() >= deadline:
-                return PeerError(f"rank {self.rank} stops: {otherwise}")
+                return None
             time.sleep(0.05)
 
     @contextlib.contextmanager
@@ -278,21 +296,38 @@ class Comm:
         except RuntimeError as error:
             if isinstance(error, ParallaxError):
                 raise
-            who = "another rank" if peer is None else f"rank {peer}"
             waited = time.monotonic() - started
+            who = "another rank" if peer is None else f"rank {peer}"
+            what = f"is gone ({error})"
             if waited >= self.timeout * 0.9:
-                raise self.peer_error(
-                    f"{who} has been silent for {waited:.0f} s (Config.timeout={self.timeout:g}) while this rank was "
-                    f"{doing}"
-                ) from error
-            raise self.peer_error(f"{who} is gone; this rank was {doing} ({error})", patience=2.0) from error
+                what = f"has been silent for {waited:.0f} s (Config.timeout={self.timeout:g})"
+            self._leave_word(f"was {doing} {self.where()}")
+            raise self._word_of_failure(patience=2.0) or PeerError(
+                f"rank {self.rank} stops: {who} {what}. {self._where_all_are()}"
+            ) from error
+
+    def _leave_word(self, text: str) -> None:
+        with contextlib.suppress(Exception):
+            dist.distributed_c10d._get_default_store().set(f"{self._failed_key}/{self.rank}", text)
+
+    def _where_all_are(self) -> str:
+        """Where the ranks are that found out that something is wrong, this one among them."""
+        words = []
+        for rank in range(self.world_size):
+            word = "left no word: it has ended, or waits for no other rank"
+            with contextlib.suppress(Exception):
+                store, key = dist.distributed_c10d._get_default_store(), f"{self._failed_key}/{rank}"
+                if store.check([key]):
+                    word = store.get(key).decode()
+            words.append(f"Rank {rank} {word}")
+        return "; ".join(words)
 
     def close(self) -> None:
         """Gives back the process groups that this object made."""
         if self.world_size == 1:
             return
         with contextlib.suppress(RuntimeError):
-            self._finish_sends()
+            self.finish_sends()
         for group in (self._rounds, self._buckets):
             with contextlib.suppress(Exception):
                 dist.destroy_process_group(group)

@@ -30,6 +30,13 @@ class Config:
     computes on the batches put together. "sum": gradients of the workers are added. The rule is the same
     for dense and sparse parameters."""
 
+    lazy_rows: bool = False
+    """Optimizers update only those rows of a looked-up parameter that were looked up since its gradient was last
+    cleared, and only these rows' state decays. **This is other mathematics than one device's** for optimizers that
+    move rows without a gradient (momentum, Adam, weight decay); it is what `sparse=True` does with SGD or SparseAdam,
+    for every optimizer that updates row by row. Counters such as Adam's `step` are the table's, not a row's. On one
+    worker it means the same."""
+
     timeout: float = 600.0
     """Seconds to wait for a silent worker before all workers stop with an error; more than 0."""
 
@@ -45,6 +52,13 @@ class Config:
         _check_choice("architecture", self.architecture, get_args(Architecture))
         _check_choice("sparse_allreduce", self.sparse_allreduce, get_args(SparseAllreduce))
         _check_choice("reduction", self.reduction, get_args(Reduction))
+        if not isinstance(self.lazy_rows, bool):
+            raise ValueError(f"Config.lazy_rows: expected True or False, got {self.lazy_rows!r}")
+        if self.lazy_rows and (self.architecture, self.sparse_allreduce) == ("allreduce", "dense"):
+            raise ValueError(
+                "Config.lazy_rows: with architecture='allreduce' and sparse_allreduce='dense' it is not known which "
+                "rows were looked up; use sparse_allreduce='gather', or architecture='hybrid'"
+            )
         _check_positive("timeout", self.timeout)
         _check_positive("bucket_mb", self.bucket_mb)
         if self.init is not None and not callable(self.init):

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from parallax.comm import Comm, Reduction
+from parallax.hooks import ParameterHooks
 
 FIRST_BUCKET_BYTES = 2**20
 """The first bucket is small, so that the first AllReduce starts early."""
@@ -117,6 +118,7 @@ class DenseGradients:
         mean: bool,
         sparse: Collection[nn.Parameter],
         before: dict[nn.Parameter, torch.Tensor],
+        hooks: ParameterHooks | None,
     ) -> None:
         """
         Args:
@@ -125,12 +127,19 @@ class DenseGradients:
             mean: divide by the sum of the weights (gradients come scaled by 1 / world size).
             sparse: those whose gradients are COO tensors.
             before: gradients of earlier backward passes, set aside while new ones are on their way.
+            hooks: of the user, to run on reduced gradients. None: there is more to come to these gradients, which
+                are neither seen by hooks nor added to earlier ones.
         """
         self._comm, self._mean = comm, mean
         self.buckets = [Bucket(group, sparse) for group in _fill(parameters, bucket_bytes)]
         self._place = {id(p): (b, i) for b in self.buckets for i, p in enumerate(b.parameters)}
         self._next = 0
-        self._before = before
+        self._before, self._hooks = before, hooks
+        self.used: list[nn.Parameter] = []
+        """Those with a gradient on any rank in the backward pass that was finished last."""
+
+    def knows(self, parameter: nn.Parameter) -> bool:
+        return id(parameter) in self._place
 
     def arrived(self, parameter: nn.Parameter) -> bool:
         """A gradient of `parameter` came in the backward pass that is running."""
@@ -167,6 +176,7 @@ class DenseGradients:
             bucket.num_missing = 0
         self._launch_full(contribution)
         totals = None
+        self.used.clear()
         for bucket in self.buckets:
             assert bucket.reduction is not None
             self._comm.wait(bucket.reduction)
@@ -210,12 +220,21 @@ class DenseGradients:
                 p.grad = view.clone()
         if into:
             torch._foreach_copy_(into, views)
-        for p in bucket.parameters:
-            before = self._before.pop(p, None)
-            if before is not None and before.layout != torch.strided:
-                p.grad = before if p.grad is None else before + p.grad
-            elif before is not None:  # a new gradient is added to the tensor that the user already had
-                p.grad = before if p.grad is None else before.add_(p.grad)
+        self.used += [p for p, any_rank in zip(bucket.parameters, used, strict=True) if any_rank]
+        if self._hooks is not None:
+            for p, any_rank in zip(bucket.parameters, used, strict=True):
+                if any_rank and p.grad is not None and self._hooks.waits(p):
+                    p.grad = self._hooks.on_gradient(p, p.grad)
+                accumulate(p, self._before.pop(p, None))
+
+
+def accumulate(parameter: nn.Parameter, before: torch.Tensor | None) -> None:
+    """Adds the gradient of `parameter` to an earlier one: to the tensor that the user already had, if it is dense."""
+    grad = parameter.grad
+    if before is not None and grad is not None:
+        before = before.add_(grad) if before.layout == torch.strided else before + grad
+    if before is not None:
+        parameter.grad = before
 
 
 def _fill(parameters: Sequence[nn.Parameter], bucket_bytes: float) -> list[list[nn.Parameter]]:

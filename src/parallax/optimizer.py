@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from parallax.plan import Use
 from parallax.table import Table
 
 
@@ -81,7 +82,7 @@ def _train(
 ) -> tuple[torch.Tensor, dict[str, Any]]:
     index = list(rows)
     p = torch.nn.Parameter(start[index].to(table.device))
-    trial = _sibling(optimizer, group, p)
+    trial = _sibling(optimizer, group, p, _LEARNING_RATE)  # that of a warm-up may be too small to show differences
     for grad, now in zip(grads, touched, strict=True):
         part = torch.zeros_like(start)
         part[now] = grad[now]
@@ -97,10 +98,12 @@ def _train(
     return p.detach().cpu(), dict(trial.state[p])
 
 
-def _sibling(optimizer: torch.optim.Optimizer, group: dict[str, Any], p: torch.nn.Parameter) -> torch.optim.Optimizer:
+def _sibling(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], p: torch.nn.Parameter, lr: Any
+) -> torch.optim.Optimizer:
     """An optimizer of the same class and settings for `p` alone."""
     settings = {k: copy.deepcopy(v) for k, v in group.items() if k not in ("params", "param_names", "initial_lr")}
-    settings["lr"] = _LEARNING_RATE  # that of a warm-up may be too small for differences to show
+    settings["lr"] = lr
     accepted = inspect.signature(type(optimizer).__init__).parameters
     try:
         trial = type(optimizer)([p], **{k: v for k, v in settings.items() if k in accepted})
@@ -110,6 +113,18 @@ def _sibling(optimizer: torch.optim.Optimizer, group: dict[str, Any], p: torch.n
         trial.param_groups = [{"params": [p]}]
     trial.param_groups[0].update(settings)
     return trial
+
+
+@dataclasses.dataclass(frozen=True)
+class _Narrowed:
+    """A table of which an optimizer sees some rows only, and what it is without that."""
+
+    optimizer: torch.optim.Optimizer
+    table: Table
+    rows: torch.Tensor
+    data: torch.Tensor
+    grad: torch.Tensor
+    held: dict[str, torch.Tensor]
 
 
 class Optimizers:
@@ -124,6 +139,7 @@ class Optimizers:
         self._known: list[torch.optim.Optimizer] = []
         self._members: dict[int, tuple[int, set[int]]] = {}
         self._rowwise: dict[tuple[Any, ...], Rowwise] = {}
+        self._narrowed: list[_Narrowed] = []
 
     def add(self, optimizer: torch.optim.Optimizer) -> None:
         self._known.append(optimizer)
@@ -164,6 +180,56 @@ class Optimizers:
 
     def how_updated(self, table: Table) -> list[Rowwise]:
         return [self.how(optimizer, table) for optimizer in self.of(table)]
+
+    # -- lazy rows ----------------------------------------------------------------------------------
+
+    def narrow(self, optimizer: torch.optim.Optimizer) -> None:
+        """Until `widen`, lazy tables are those of their rows that have a gradient, for `optimizer`."""
+        for table in self._tables.values():
+            grad = table.grad if self.is_lazy(optimizer, table) else None
+            if grad is None or grad.layout != torch.strided:  # for COO gradients optimizers are lazy themselves
+                continue
+            rows = table.touched().nonzero().squeeze(1)
+            state = optimizer.state.get(table.parameter, {})
+            keys = self.how(optimizer, table).keys
+            held = {key: value for key, value in state.items() if key in keys and isinstance(value, torch.Tensor)}
+            self._narrowed.append(_Narrowed(optimizer, table, rows, table.data, grad, held))
+            for key, value in held.items():
+                state[key] = value[rows]
+            table.grad = None
+            table.set_data(table.data[rows])
+            table.grad = grad[rows]
+
+    def is_lazy(self, optimizer: torch.optim.Optimizer, table: Table) -> bool:
+        """Whether `optimizer` updates `table`, and only its rows with a gradient."""
+        return table.lazy and Use.DENSE not in table.use and id(table.parameter) in self.members(optimizer)
+
+    def widen(self) -> None:
+        """Puts the rows that `narrow` took out back into their tables, and their state as well."""
+        for n in self._narrowed:
+            n.data.index_copy_(0, n.rows, n.table.data)
+            n.table.grad = None
+            n.table.set_data(n.data)
+            n.table.grad = n.grad
+            state = n.optimizer.state.get(n.table.parameter, {})
+            for key in self.how(n.optimizer, n.table).keys:
+                value = state.get(key)
+                if isinstance(value, torch.Tensor):
+                    held = n.held.get(key)
+                    if held is None:  # made in this step
+                        initial = self._initial_state(n.optimizer, n.table, key)
+                        held = initial.expand(len(n.data), *value.shape[1:]).clone()
+                    state[key] = held.index_copy_(0, n.rows, value)
+        self._narrowed.clear()
+
+    def _initial_state(self, optimizer: torch.optim.Optimizer, table: Table, key: str) -> torch.Tensor:
+        """State of a row that was never touched, shape (1, ...): what a zero gradient for a zero row leaves it at."""
+        p = torch.nn.Parameter(torch.zeros(1, *table.row_shape, dtype=table.dtype, device=table.device))
+        group = next(g for g in optimizer.param_groups if any(q is table.parameter for q in g["params"]))
+        trial = _sibling(optimizer, group, p, lr=group["lr"])
+        p.grad = torch.zeros_like(p)
+        trial.step()
+        return trial.state[p][key]
 
     # -- state --------------------------------------------------------------------------------------
 

@@ -80,14 +80,6 @@ class ShardedParameter(nn.Parameter):
         if name in _ABOUT_THE_OBJECT:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if name in _HOOKS:
-            p = found[0]
-            p._lookups.fail(
-                NotImplementedError(
-                    f"{p._table.name!r}: {name}() on a table is not supported: its gradient lives on its owners. "
-                    f"Register the hook on the looked-up values instead"
-                )
-            )
         # Written in place (under no_grad) or read without a graph: the whole table by its alias.
         graph = torch.is_grad_enabled() and any(p.requires_grad for p in found) and name not in _NO_GRAPH
 
@@ -113,8 +105,10 @@ class ShardedParameter(nn.Parameter):
         return f"Parameter containing:\n{self._reads.whole(self._table, 'data')!r}"
 
 
-_ABOUT_THE_OBJECT = {"__get__", "__set__", "requires_grad_", "is_floating_point", "is_complex", "get_device"}
-_HOOKS = {"register_hook", "register_post_accumulate_grad_hook", "retain_grad"}
+_ABOUT_THE_OBJECT = {
+    "__get__", "__set__", "requires_grad_", "is_floating_point", "is_complex", "get_device",
+    "register_hook", "register_post_accumulate_grad_hook", "retain_grad",  # see `hooks`
+}  # fmt: skip
 _NO_GRAPH = {"detach", "size", "dim", "numel", "nelement", "__len__", "stride", "is_contiguous", "ndimension", "type"}
 
 

@@ -43,7 +43,7 @@ def _plan(profile: ParameterProfile, world_size: int, config: Config) -> Paramet
 
 
 def _decide(profile: ParameterProfile, world_size: int, config: Config) -> tuple[Placement, str]:
-    if world_size == 1:
+    if world_size == 1 and not config.lazy_rows:
         return Placement.LOCAL, "one worker: nothing to exchange"
     if profile.meta:
         return _decide_meta(profile, world_size, config)
@@ -74,6 +74,13 @@ def _decide_dense(profile: ParameterProfile, world_size: int) -> tuple[Placement
 
 def _decide_looked_up(profile: ParameterProfile, world_size: int, config: Config) -> tuple[Placement, str]:
     seen = f"only looked up, a worker touches {_rows(profile)} in a step"
+    if config.lazy_rows:
+        if not profile.rowwise:
+            raise ValueError(
+                f"parameter {profile.name!r}: Config.lazy_rows needs an optimizer that updates row by row (SGD, "
+                f"Adagrad, Adam, AdamW, RMSprop), but the update of a row by its optimizer depends on other rows"
+            )
+        seen += ", the only ones that are updated (lazy_rows)"
     if config.architecture == "hybrid":
         if not profile.rowwise:
             return Placement.ALLREDUCE, (

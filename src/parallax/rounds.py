@@ -37,6 +37,10 @@ class Flag(enum.IntFlag):
     """This rank has no gradients."""
     STEP = enum.auto()
     """This rank is about to run an optimizer and brings what ranks without data need to do the same."""
+    LOCAL = enum.auto()
+    """This rank keeps its dense gradients to itself for now."""
+    REDUCE = enum.auto()
+    """This rank brings a number for `parallax.reduce`, and waits for those of the others."""
 
 
 NO_FLAG = Flag(0)
@@ -120,7 +124,7 @@ class Rounds:
         self.fields = fields
         self.num_rounds = 0
         self.version = 0
-        """Number of optimizer steps; ranks that differ in it are not training the same model."""
+        """Number of optimizer steps and other changes; ranks that differ in it are not training the same model."""
         self.loop = 0
         """Number of loops over sharded data that this rank has started."""
 
@@ -130,7 +134,11 @@ class Rounds:
         received, bodies = self.comm.exchange(headers, bodies, self._body_size)
         self.num_rounds += 1
         flags = [Flag(h[_FLAGS]) for h in received]
-        self._check(received, flags)
+        try:
+            self._check(received, flags)
+        except DisagreementError:
+            self.comm.finish_sends()  # the others may still wait for what is to tell them the same
+            raise
         unpacked = [self._unpack(source, received[source], bodies[source]) for source in range(len(received))]
         for header, (asked, _) in zip(received, unpacked, strict=True):
             self._renorm(header, asked)
@@ -151,22 +159,23 @@ class Rounds:
             blobs=[blob for _, blob in unpacked],
         )
 
+    def fail(self) -> None:
+        """In place of a round: the other ranks, wherever they are, read in their next one that this rank has failed.
+
+        Their plan may be older or newer than this rank's, so that headers have another length.
+        """
+        if self.comm.can_tell:
+            self.comm.tell(torch.tensor(self._fixed(Request(flags=Flag.FAILED), 0), dtype=torch.int64))
+        else:
+            self.run(Request(flags=Flag.FAILED))
+
     # -- outgoing -----------------------------------------------------------------------------------
 
     def _pack(self, request: Request) -> tuple[torch.Tensor, list[torch.Tensor]]:
         asks = {ask.table: ask for ask in request.asks}
         pushes = {push.table: push for push in request.pushes}
         blob = request.blob if request.blob is not None else _no_bytes(self.comm.device)
-        fixed = [
-            self.version,
-            int(request.flags),
-            _bits(request.weight),
-            self.loop,
-            int(request.want),
-            request.field,
-            _bits(request.order),
-            blob.numel(),
-        ]
+        fixed = self._fixed(request, blob.numel())
         headers, bodies = [], []
         for owner in range(self.comm.world_size):
             header, pieces = list(fixed), []
@@ -190,6 +199,19 @@ class Rounds:
             headers.append(header)
             bodies.append(_join_bytes([*pieces, blob], self.comm.device))
         return torch.tensor(headers, dtype=torch.int64), bodies
+
+    def _fixed(self, request: Request, num_blob_bytes: int) -> list[int]:
+        """The part of a header that does not depend on the tables."""
+        return [
+            self.version,
+            int(request.flags),
+            _bits(request.weight),
+            self.loop,
+            int(request.want),
+            request.field,
+            _bits(request.order),
+            num_blob_bytes,
+        ]
 
     def _answer_sizes(self, request: Request) -> list[int]:
         """Bytes that each rank answers with."""
@@ -220,11 +242,18 @@ class Rounds:
     def _check(self, headers: list[list[int]], flags: list[Flag]) -> None:
         if any(f & Flag.FAILED for f in flags):
             raise self.comm.peer_error("another rank failed", patience=2.0)
+        reducing = [rank for rank, f in enumerate(flags) if f & Flag.REDUCE]
+        done = [rank for rank, f in enumerate(flags) if f & Flag.DONE]
+        if reducing and done:  # neither would ever see what it waits for
+            raise DisagreementError(
+                f"rank {self.comm.rank}: ranks {reducing} are in parallax.reduce, but ranks {done} at the end of a "
+                f"backward pass; every rank must call parallax.reduce the same number of times between steps"
+            )
         versions = [h[_VERSION] for h in headers]
         if len(set(versions)) > 1:
             raise DisagreementError(
-                f"rank {self.comm.rank}: every rank must call optimizer.step() (and edit tables) the same number "
-                f"of times, but the ranks have done so {versions} times"
+                f"rank {self.comm.rank}: every rank must call optimizer.step(), edit tables and change gradients in "
+                f"hooks the same number of times, but the ranks have done so {versions} times"
             )
         loops = [h[_LOOP] for h in headers]
         if len(set(loops)) > 1 and any(f & Flag.OUT and not f & Flag.LEFT for f in flags):
@@ -235,6 +264,8 @@ class Rounds:
             )
 
     def _body_size(self, header: list[int]) -> int:
+        if Flag(header[_FLAGS]) & Flag.FAILED:  # nothing follows
+            return 0
         size = 0
         for i, table in enumerate(self.tables):
             asked, _, pushed, partial, _, _ = header[_FIXED + _PER_TABLE * i :][:_PER_TABLE]

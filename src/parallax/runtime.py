@@ -15,7 +15,9 @@ import atexit
 import contextlib
 import dataclasses
 import enum
+import functools
 import os
+import pickle
 import socket
 import sys
 import threading
@@ -30,7 +32,8 @@ from torch.utils._pytree import tree_flatten
 
 from parallax.comm import Comm, DisagreementError, ParallaxError, PeerError
 from parallax.config import Config
-from parallax.dense import Contribution, DenseGradients, Totals
+from parallax.dense import Contribution, DenseGradients, Totals, accumulate
+from parallax.hooks import ParameterHooks
 from parallax.lookup import Lookups
 from parallax.optimizer import Optimizers
 from parallax.parameter import ShardedParameter, WatchedParameter, adopt, release
@@ -38,6 +41,7 @@ from parallax.plan import ParameterProfile, Placement, Plan, Use
 from parallax.planner import make_plan
 from parallax.repeats import Repeats
 from parallax.rounds import NO_FLAG, Flag, Request, Round, Rounds
+from parallax.samples import Samples
 from parallax.table import Partitioning, Table
 from parallax.whole import WholeReads
 
@@ -116,6 +120,7 @@ class Runtime:
         self.names = {p: name for name, p in self.parameters.items()}
         self._own_ids = {id(p) for p in self.names}
         self.comm = Comm(_device(model), config.timeout)
+        self.comm.where = lambda: f"in phase {self.phase.value}, after {self._num_steps} backward passes"
         self.phase = Phase.FORWARD
         self.failed: BaseException | None = None
         self._accumulators: list[torch.autograd.graph.Node] = []
@@ -132,10 +137,22 @@ class Runtime:
         )
         self.reads = WholeReads(self.lookups, self._run_round, lambda: self.rounds.tables, self._on_change)
 
+        self.hooks = ParameterHooks(lambda: self.phase is not Phase.ENDED, self._on_hook)
         self._before: dict[nn.Parameter, torch.Tensor] = {}
+        """Gradients of earlier backward passes, set aside while new ones are reduced."""
+        self.exchange_dense = True
+        """Not so inside `parallax.no_sync`."""
+        self._keeping = False
+        """The backward pass that is running sends no bucket before its end."""
+        self._kept: dict[nn.Parameter, None] = {}
+        """Parameters with a dense gradient in the backward pass that is running, if it is kept."""
+        self._updated: set[nn.Parameter] = set()
+        """Parameters with a gradient on any rank in the latest backward pass."""
+        self._held_back = False
+        """Dense gradients of earlier backward passes are this rank's part of a sum over all ranks."""
         self._sparse: set[nn.Parameter] = set()
         """Bucketed parameters whose gradients are COO tensors."""
-        self.dense = self._buckets([])
+        self.dense = self._buckets([], self.hooks)
         self._loose: dict[nn.Parameter, None] = {}
         """Parameters with a dense gradient that are in no bucket yet, in the order of arrival."""
         self._num_steps = 0
@@ -144,7 +161,7 @@ class Runtime:
         """`_close` will be called at the end of the backward pass that is running."""
         self._counts = Contribution(scale=0.0, weight=0.0, out=False)
         """How this rank's gradients count in the backward pass that is running."""
-        self._samples, self._samples_known, self._batch_samples = 1.0, False, False
+        self.samples = Samples()
         self._reference_samples: float | None = None
         """The usual batch of a rank: weights are relative to it, so that they are usually 1."""
         self._uneven = False
@@ -162,7 +179,7 @@ class Runtime:
         """What was seen is agreed, and waits for `_settle`."""
         self.plan = self._first_plan()
         _current = self
-        if self.comm.world_size == 1:
+        if self.comm.world_size == 1 and not config.lazy_rows:
             for p, name in self.names.items():
                 if p.is_meta:
                     self._make_rows(Table(name, p, rank=0, world_size=1, device=self.comm.device), (0,))
@@ -229,6 +246,7 @@ class Runtime:
                 table = Table(name, p, rank=self.comm.rank, world_size=self.comm.world_size, device=self.comm.device)
                 table.placement = plan.placement
                 table.by_frequency = profile.by_frequency
+                table.lazy = self.config.lazy_rows
                 self.tables[name] = table
                 if p.is_meta:
                     self._make_rows(table, plan.owners)
@@ -270,18 +288,21 @@ class Runtime:
                 self._before[p] = self._before.get(p, p.grad)
                 p.grad = None
 
+        self.hooks.take_over(p, own=self._on_dense_gradient)
         with torch._C.DisableTorchFunctionSubclass():
             # On the node, not on the tensor: torch.autograd.grad() runs a tensor's hooks but accumulates nothing.
             node = torch.autograd.graph.get_gradient_edge(p).node
             self._accumulators.append(node)
             self._unhook.append(node.register_prehook(before_accumulating).remove)
-            self._unhook.append(p.register_post_accumulate_grad_hook(self._on_dense_gradient).remove)
 
     def _hook_in(self) -> None:
         self._unhook += [
             register_optimizer_step_pre_hook(self._pre_step).remove,
             register_optimizer_step_post_hook(self._post_step).remove,
         ]
+        for p in self.names:
+            self.hooks.take_over(p)
+        self._unhook.append(self.hooks.let_go)
         for module in (self.model, *self.model.children()):  # training may go through model.loss(...)
             hook = _ModuleHook(self._pre_forward)
             self._unhook.append(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
@@ -318,14 +339,12 @@ class Runtime:
             self._settle()
         for value in tree_flatten((args, kwargs))[0]:
             if isinstance(value, torch.Tensor) and value.dim():
-                self._on_samples(value.shape[0], top=module is self.model)
+                self._on_samples(value.shape[0], by_model=module is self.model)
                 return
 
-    def _on_samples(self, num_samples: int, top: bool = False) -> None:
-        """What the latest forward of the model got first, else what was seen first, tells the number of samples."""
-        if torch.is_grad_enabled() and not self._batch_samples and (top or not self._samples_known):
-            # An empty lookup is an empty batch, unless another lookup has something.
-            self._samples, self._samples_known = float(num_samples), top or num_samples > 0
+    def _on_samples(self, num_samples: int, by_model: bool = False) -> None:
+        if torch.is_grad_enabled():
+            self.samples.see(num_samples, by_model)
 
     def _on_use(self, table: Table, lookup: bool) -> None:
         """A parameter is used: what waits for the end of a step happens now."""
@@ -347,7 +366,7 @@ class Runtime:
     # -- backward -----------------------------------------------------------------------------------
 
     def _has_arrived(self, p: nn.Parameter) -> bool:
-        return p in self._loose or self.dense.arrived(p)
+        return p in self._loose or p in self._kept or self.dense.arrived(p)
 
     def _on_dense_gradient(self, p: nn.Parameter) -> None:
         if self.phase is Phase.ENDED:
@@ -363,6 +382,9 @@ class Runtime:
             )
         if not self._queued:
             self._on_backward()
+        if self._keeping:
+            self._kept[p] = None
+            return
         try:
             known = self.dense.ready(p, self._counts)
         except NotImplementedError as error:
@@ -374,6 +396,7 @@ class Runtime:
         if not self._queued:
             if self.phase is not Phase.BACKWARD:
                 self._counts = self._contribution()
+                self._keeping = self._held_back or self._keeps_dense()
             self._queued, self.phase = True, Phase.BACKWARD
             torch.autograd.Variable._execution_engine.queue_callback(self._close)
 
@@ -399,22 +422,33 @@ class Runtime:
                 if stale is not None:
                     self.lookups.lease_keys(table, stale)
             pushes = [push for table in tables if (push := table.collect()) is not None]
-            if self._needs_rounds():
-                news = self._news()
-                request = Request(flags=Flag.DONE | news, pushes=pushes, weight=self._samples)
+            if self._needs_rounds() or self._keeping:
+                local = Flag.LOCAL if self._keeps_dense() else NO_FLAG
+                flags = Flag.DONE | self._news() | local
+                request = Request(flags=flags, pushes=pushes, weight=self.samples.number)
                 closing = self._run_round(request)
                 while not closing.closes_step:
                     closing = self._run_round(dataclasses.replace(request, pushes=()))
                 self._finish_step(closing)
             else:
+                self._updated.clear()
                 self._finish_dense(self._contribution())
-        self._samples_known = self._batch_samples
+                self._bring_back()
+        self.samples.end_backward()
         self._stepped = False
         self.phase = Phase.FORWARD
+        if self.hooks.any:
+            with torch.no_grad():
+                self.hooks.after_accumulation([p for p in self.names if p in self._updated])
+
+    def _keeps_dense(self) -> bool:
+        """Whether the dense gradients of a backward pass stay here; hooks want to see each reduced."""
+        return not self.exchange_dense and not self.hooks.any
 
     def _news(self) -> Flag:
         seen = any(self._is_new(t) and t.use is not Use.NONE for t in self.tables.values())
-        return Flag.NEWS if seen or self._loose else NO_FLAG
+        new = self._loose or not all(map(self.dense.knows, self._kept))
+        return Flag.NEWS if seen or new else NO_FLAG
 
     def _is_new(self, table: Table) -> bool:
         """No step has used it so far."""
@@ -424,27 +458,110 @@ class Runtime:
         """All gradients of all ranks have been sent: makes `.grad`."""
         if self._reference_samples is None:
             self._reference_samples = max(closing.weights) or 1.0
+        scales = self._scales(closing)
+        news = any(f & Flag.NEWS for f in closing.flags)
+        keep = self._agreed_to_keep(closing.flags) and not news
         contribution = self._contribution()
         self._uneven = any(f & Flag.OUT for f in closing.flags)
-        self._finish_dense(contribution, news=any(f & Flag.NEWS for f in closing.flags))
-        active = [w if not f & Flag.OUT else 0.0 for w, f in zip(closing.weights, closing.flags, strict=True)]
-        total = sum(active) if self.config.reduction == "mean" else 1.0
-        equal = len(set(active)) == 1
-        for table in self._exchanged():
-            if self.config.reduction == "sum":
-                scales = [float(w > 0) for w in active]
+        if keep or self._held_back:
+            self._hold_back(scales[self.comm.rank])
+        self._updated.clear()
+        loose: list[nn.Parameter] = []
+        if keep:
+            self._kept.clear()
+            self._num_steps += 1
+        else:
+            if self._held_back:  # what is here is this rank's part of a sum already
+                contribution = dataclasses.replace(contribution, scale=1.0, weight=1.0)
+                parts = [p for name, p in self.parameters.items() if not self._is_sharded(name) and p.grad is not None]
             else:
-                scales = [1 / len(active)] * len(active) if equal else [w / (total or 1.0) for w in active]
-            table.finish_gradient(scales)
+                parts = list(self._kept)
+            for p in parts:
+                if not self.dense.ready(p, contribution) and p in self._kept:
+                    self._loose[p] = None
+            self._kept.clear()
+            self._held_back = False
+            loose = self._finish_dense(contribution, news)
+        more_to_come = set(loose)
+        for table in self._exchanged():
+            p = table.parameter
+            hook = functools.partial(self._hooked, table) if self.hooks.waits(p) and p not in more_to_come else None
+            if table.finish_gradient(scales, hook):
+                self._updated.add(p)
+        for p in loose:
+            if p.grad is not None and self.hooks.waits(p):
+                p.grad = self.hooks.on_gradient(p, p.grad)
+            accumulate(p, self._before.pop(p, None))
+        if not keep:
+            self._bring_back()
 
-    def _finish_dense(self, contribution: Contribution, news: bool = False) -> None:
+    def _scales(self, closing: Round) -> list[float]:
+        """What each rank's gradients are multiplied with."""
+        active = [w if not f & Flag.OUT else 0.0 for w, f in zip(closing.weights, closing.flags, strict=True)]
+        if self.config.reduction == "sum":
+            return [float(w > 0) for w in active]
+        if len(set(active)) == 1:
+            return [1 / len(active)] * len(active)
+        return [w / (sum(active) or 1.0) for w in active]
+
+    def _agreed_to_keep(self, flags: Sequence[Flag]) -> bool:
+        """Whether the dense gradients of this backward pass stay where they are."""
+        keeping = {bool(f & Flag.LOCAL) for f in flags if f & Flag.DONE}
+        if len(keeping) > 1:
+            who = [rank for rank, f in enumerate(flags) if f & Flag.LOCAL]
+            raise DisagreementError(
+                f"rank {self.comm.rank}: every rank must run a backward pass inside parallax.no_sync or none, but only "
+                f"ranks {who} did"
+            )
+        return keeping == {True}
+
+    def _hold_back(self, scale: float) -> None:
+        """Adds the dense gradients of this backward pass to this rank's part of a sum over all ranks."""
+        with torch.no_grad():
+            if not self._held_back:  # what was reduced is whole on every rank
+                for p in filter(self.dense.knows, self.parameters.values()):
+                    earlier = self._before.get(p, None if p in self._kept else p.grad)
+                    if earlier is not None:
+                        earlier.div_(self.comm.world_size)
+                self._held_back = True
+            for p in self._kept:
+                if p.grad is None:
+                    continue
+                if scale == 0:  # without samples a gradient may be NaN
+                    p.grad = torch.zeros_like(p.grad)
+                else:
+                    p.grad.mul_(scale)
+                if self.dense.knows(p):
+                    accumulate(p, self._before.pop(p, None))
+
+    def _on_hook(self) -> None:
+        self.rounds.version += 1
+
+    def _hooked(self, table: Table, grad: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of what the hooks on a table make of its gradient."""
+        if not table.sharded:
+            return self.hooks.on_gradient(table.parameter, grad)
+        before, table.grad = table.grad, grad
+        whole = self.hooks.on_gradient(table.parameter, self.reads.whole(table, "grad"))
+        table.grad = before
+        own = table.own_rows(whole)
+        return own.coalesce() if own.layout == torch.sparse_coo else own
+
+    def _finish_dense(self, contribution: Contribution, news: bool = False) -> list[nn.Parameter]:
+        """Returns the parameters that were in no bucket."""
         totals = self.dense.finish(contribution)
-        if news:  # after the buckets: some ranks have launched them before they knew
-            self._agree(contribution)
+        self._updated.update(self.dense.used)
+        # after the buckets: some ranks have launched them before they knew
+        loose = self._agree(contribution) if news else []
+        self._updated.update(loose)
         self._num_steps += 1
         self._check_together(totals)
         if totals is not None and totals.num_out:
             self._uneven = True
+        return loose
+
+    def _bring_back(self) -> None:
+        """Gradients of earlier backward passes that got nothing new."""
         for p, earlier in self._before.items():
             if p.grad is None:
                 p.grad = earlier
@@ -461,8 +578,8 @@ class Runtime:
     def _contribution(self) -> Contribution:
         if self.phase is Phase.SERVING:
             return Contribution(scale=0.0, weight=0.0, out=True, position=self._position())
-        weight = self._samples / (self._reference_samples or 1.0)
-        scale = weight / self.comm.world_size if self.config.reduction == "mean" else float(self._samples > 0)
+        weight = self.samples.number / (self._reference_samples or 1.0)
+        scale = weight / self.comm.world_size if self.config.reduction == "mean" else float(self.samples.number > 0)
         return Contribution(scale=scale, weight=weight, out=False, position=self._position())
 
     def _position(self) -> int:
@@ -470,8 +587,12 @@ class Runtime:
 
     # -- the plan -----------------------------------------------------------------------------------
 
-    def _agree(self, contribution: Contribution) -> None:
-        """Puts together what all ranks saw in this step, and reduces gradients that have no bucket yet."""
+    def _agree(self, contribution: Contribution) -> list[nn.Parameter]:
+        """Puts together what all ranks saw in this step, and reduces gradients that have no bucket yet.
+
+        Returns:
+            The parameters of these gradients, which are not added to earlier ones yet.
+        """
         mine = {
             name: _Seen(t.use, t.num_rows_touched, t.parameter in self._loose, frozenset(t.layouts))
             for name, t in self.tables.items()
@@ -479,7 +600,7 @@ class Runtime:
         order = [self.names[p] for p in self._loose]
         everyone = self.comm.all_gather((mine, order))
         loose = {name: None for _, names in everyone for name in names}  # rank 0's order first
-        ad_hoc = self._buckets([self.parameters[name] for name in loose])
+        ad_hoc = self._buckets([self.parameters[name] for name in loose], hooks=None)
         for p in self._loose:
             ad_hoc.ready(p, contribution)
         ad_hoc.finish(contribution)
@@ -499,6 +620,7 @@ class Runtime:
                     num_rows_touched=sum(s.num_rows_touched for s in seen) / len(seen),
                 )
         self._undecided = not self._uneven  # while a rank serves, all keep the plan that they have
+        return [self.parameters[name] for name in loose]
 
     def _settle(self) -> None:
         """Makes the plan from what was agreed and applies it; the same on all ranks, without a message."""
@@ -530,16 +652,17 @@ class Runtime:
     def _shard(self, table: Table, owners: Sequence[int]) -> None:
         table.partitioning = Partitioning(table.num_rows, owners, self.comm.world_size, self.comm.device)
         grad = table.grad
+        touched = table.touched() if table.lazy and grad is not None else None
         if grad is not None:
             table.grad = None
         for optimizer in self.optimizers.of(table):
             self.optimizers.cut_state(optimizer, table)
-        rows = table.own_rows(table.data)
-        with torch._C.DisableTorchFunctionSubclass():
-            table.parameter.data = rows
+        table.set_data(table.own_rows(table.data))
         if grad is not None:
             kept = table.own_rows(grad)
             table.grad = kept.coalesce() if kept.layout == torch.sparse_coo else kept
+            if touched is not None:
+                table.touch(table.own_rows(touched))
         table.forget_leases()
         adopt(table.parameter, ShardedParameter, table, self.lookups, self.reads)
 
@@ -548,9 +671,9 @@ class Runtime:
         self.rounds.tables = list(self.tables.values())
         bucketed = [self.parameters[name] for name in self._order if name not in self.tables]
         if [id(p) for b in self.dense.buckets for p in b.parameters] != [id(p) for p in bucketed]:
-            self.dense = self._buckets(bucketed)
+            self.dense = self._buckets(bucketed, self.hooks)
 
-    def _buckets(self, parameters: Sequence[nn.Parameter]) -> DenseGradients:
+    def _buckets(self, parameters: Sequence[nn.Parameter], hooks: ParameterHooks | None) -> DenseGradients:
         return DenseGradients(
             self.comm,
             parameters,
@@ -558,6 +681,7 @@ class Runtime:
             mean=self.config.reduction == "mean",
             sparse=self._sparse,
             before=self._before,
+            hooks=hooks,
         )
 
     def _exchanged(self) -> list[Table]:
@@ -610,6 +734,11 @@ class Runtime:
                     f"gradient would not be exchanged. Build the whole model first, then call distribute"
                 )
             self.lookups.flush()
+            if self._held_back and self.phase is not Phase.SERVING:
+                raise ParallaxError(
+                    f"rank {self.comm.rank}: an optimizer's step after backward passes inside parallax.no_sync, whose "
+                    f"gradients have not been exchanged; run the last backward pass of a step outside of it"
+                )
             if self._uneven and self.phase is not Phase.SERVING:
                 if (args[1] if len(args) > 1 else kwargs.get("closure")) is not None:
                     raise ParallaxError(
@@ -617,19 +746,13 @@ class Runtime:
                         f"data; use drop_last=True"
                     )
                 self._share_step(optimizer)
-            for table in self.tables.values():
-                if table.sharded and optimizer in self.optimizers.of(table):
-                    how = self.optimizers.how(optimizer, table)
-                    if not how.by_rows:
-                        raise ParallaxError(
-                            f"rank {self.comm.rank}: {table.name!r} is spread by rows, but {how.reason}. Pass this "
-                            f"optimizer to parallax.distribute(model, optimizer), which then keeps the table whole"
-                        )
+            self._check_by_rows(optimizer)
             self.optimizers.cut_states(optimizer)
         self._step_depth += 1
         if self._step_depth > 1:  # an optimizer that steps another one
             return None
         self.rounds.version += 1
+        self.optimizers.narrow(optimizer)
         self._resume_phase, self.phase = self.phase, Phase.STEPPING
         self.lookups.stepping = True
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -638,22 +761,42 @@ class Runtime:
 
         def outside_step(*a: Any, **k: Any) -> Any:
             """The closure runs forward and backward: there, tables are whole."""
+            self.optimizers.widen()
             self._leave_step()
             try:
                 return self._joint_loss(closure(*a, **k))
             finally:
+                self.optimizers.narrow(optimizer)
                 self.phase, self.lookups.stepping = Phase.STEPPING, True
 
         if len(args) > 1:
             return (args[0], outside_step, *args[2:]), kwargs
         return args, {**kwargs, "closure": outside_step}
 
+    def _check_by_rows(self, optimizer: torch.optim.Optimizer) -> None:
+        for table in self.tables.values():
+            lazy = self.optimizers.is_lazy(optimizer, table)
+            if not (lazy or table.sharded) or optimizer not in self.optimizers.of(table):
+                continue
+            how = self.optimizers.how(optimizer, table)
+            if how.by_rows:
+                continue
+            if lazy:
+                raise ParallaxError(
+                    f"rank {self.comm.rank}: {table.name!r} is updated with Config.lazy_rows, but {how.reason}; use an "
+                    f"optimizer that updates row by row"
+                )
+            raise ParallaxError(
+                f"rank {self.comm.rank}: {table.name!r} is spread by rows, but {how.reason}. Pass this optimizer to "
+                f"parallax.distribute(model, optimizer), which then keeps the table whole"
+            )
+
     def _joint_loss(self, loss: Any) -> Any:
         """A closure's loss over all ranks, so that an optimizer that looks at it decides alike everywhere."""
         if loss is None:
             return None
         value = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
-        parts = self.comm.all_gather((value, self._samples))
+        parts = self.comm.all_gather((value, self.samples.latest))
         if self.config.reduction == "sum":
             joint = sum(part for part, _ in parts)
         else:
@@ -665,6 +808,7 @@ class Runtime:
             return
         self._step_depth -= 1
         if not self._step_depth:
+            self.optimizers.widen()
             self._leave_step()
             self.phase = self._resume_phase
             self._stepped = True
@@ -701,8 +845,6 @@ class Runtime:
     # -- rounds and failures ------------------------------------------------------------------------
 
     def _run_round(self, request: Request) -> Round:
-        if self.phase is Phase.SERVING and not request.flags & Flag.OUT:
-            raise AssertionError("a rank that serves asks for nothing")
         if self.phase is Phase.ENDED:
             raise ParallaxError(
                 f"rank {self.comm.rank}: this run has ended ({self.failed or 'parallax.shutdown was called'}): its "
@@ -738,19 +880,47 @@ class Runtime:
             self.phase = Phase.ENDED
             return
         self.comm.report_failure(error)
-        if self.phase is Phase.FORWARD:
-            with contextlib.suppress(Exception):  # the error at hand is the one to tell
-                self._settle()  # as the others do before their next round
-        if self._needs_rounds() and self.phase is not Phase.ENDED:
+        if self._needs_rounds():
             # The others hear of it in their next round; a thread, because they may take long to come.
             def tell() -> None:
                 with contextlib.suppress(Exception):
-                    self.rounds.run(Request(flags=Flag.FAILED))
+                    self.rounds.fail()
 
             thread = threading.Thread(target=tell, daemon=True)
             thread.start()
             thread.join(ANNOUNCE_SECONDS)
         self.phase = Phase.ENDED
+
+    # -- what the user asks for -------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        before, self.exchange_dense = self.exchange_dense, False
+        try:
+            yield
+        finally:
+            self.exchange_dense = before
+
+    def give_samples(self, number: float) -> None:
+        if self.phase is not Phase.FORWARD:
+            raise ParallaxError(
+                f"rank {self.comm.rank}: parallax.weight({number:g}) comes too late: call it before backward"
+            )
+        self.samples.give(number)
+
+    def gather(self, value: Any) -> list[Any]:
+        """The `value`s (picklable) of the ranks that have data, in rank order."""
+        if self.comm.world_size == 1:
+            return [value]
+        with self._failing():
+            self._check_alive()
+            blob = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(self.comm.device)
+            request = Request(flags=Flag.REDUCE, blob=blob)
+            now = self._run_round(request)
+            while not all(f & (Flag.REDUCE | Flag.OUT) for f in now.flags):  # the others are on their way
+                now = self._run_round(request)
+            present = [blob for f, blob in zip(now.flags, now.blobs, strict=True) if f & Flag.REDUCE]
+            return [pickle.loads(blob.cpu().numpy().tobytes()) for blob in present]
 
     # -- ranks that part ways -----------------------------------------------------------------------
 
@@ -760,11 +930,10 @@ class Runtime:
 
     def batch(self, num_samples: int) -> None:
         """This rank's loop gets a batch of so many samples."""
-        self._samples, self._samples_known, self._batch_samples = float(num_samples), True, True
+        self.samples.begin_batch(num_samples)
 
     def end_batches(self) -> None:
-        """The loop is over or was left: its last batch says nothing of what comes."""
-        self._batch_samples = self._samples_known = False
+        self.samples.end_batches()
 
     def drain(self) -> None:
         """This rank's loop has no more data: serves until every rank's has ended."""
@@ -796,6 +965,7 @@ class Runtime:
                 else:
                     totals = self.dense.finish(self._contribution())
                     self._check_together(totals)
+                    self._bring_back()
                     if totals is None or totals.num_out == self.comm.world_size:
                         break
                     self._num_steps += 1
@@ -823,7 +993,7 @@ class Runtime:
 
     def _share_step(self, optimizer: torch.optim.Optimizer) -> None:
         blob = self.repeats.record(optimizer).to(self.comm.device)
-        self._run_round(Request(flags=Flag.STEP, weight=self._samples, blob=blob))
+        self._run_round(Request(flags=Flag.STEP, weight=self.samples.latest, blob=blob))
 
     def _repeat_step(self, now: Round) -> None:
         source = next(r for r, f in enumerate(now.flags) if f & Flag.STEP)

@@ -7,7 +7,7 @@ Nothing here communicates: `rounds` moves what a table asks for and brings. Rows
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -164,6 +164,10 @@ class Table:
         """Whether lookups asked for sparse=True."""
         self.by_frequency = False
         """The lookups asked for scale_grad_by_freq: gradients travel with a count of lookups behind each row."""
+        self.lazy = False
+        """Optimizers update the rows with a gradient only."""
+        self._touched: tuple[torch.Tensor, torch.Tensor] | None = None
+        """(a gradient, a mask of the held rows that were looked up for it), if `lazy`."""
         self.use = Use.NONE
         self.num_rows_touched = 0
         """Distinct rows with a gradient in this rank's latest step."""
@@ -216,6 +220,10 @@ class Table:
         """The elements this rank holds, shape (rows held, *row shape): a plain tensor, sharing storage."""
         with torch._C.DisableTorchFunctionSubclass():
             return self.parameter.data
+
+    def set_data(self, held: torch.Tensor) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            self.parameter.data = held
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -311,12 +319,19 @@ class Table:
     def receive(self, incoming: Incoming) -> None:
         self.incoming.append(incoming)
 
-    def finish_gradient(self, scales: Sequence[float]) -> None:
-        """Sums what was pushed, each rank's part times its scale, in rank order, into `.grad`."""
+    def finish_gradient(self, scales: Sequence[float], hook: Callable[[torch.Tensor], torch.Tensor] | None) -> bool:
+        """Sums what was pushed, each rank's part times its scale, in rank order, into `.grad`.
+
+        Args:
+            hook: what to make of the sum before it is added to an earlier gradient.
+
+        Returns:
+            Whether a rank used the table.
+        """
         incoming, self.incoming = sorted(self.incoming, key=lambda i: i.source), []
         used, self.pushed = self.pushed, False
         if not used:
-            return
+            return False
         positions = torch.cat([i.positions for i in incoming]).long()
         grads = torch.cat([_scaled(i.grads, scales[i.source]) for i in incoming])
         if self.by_frequency:
@@ -329,7 +344,14 @@ class Table:
             grad = torch.sparse_coo_tensor(touched[None], values, size, is_coalesced=True, check_invariants=False)
         else:
             grad = add_rows(grads, positions, self.num_held).reshape(self.num_held, *self.row_shape)
+        if hook is not None:
+            grad = hook(grad)
         before = self.grad
+        touched = torch.zeros(self.num_held, dtype=torch.bool, device=self.device) if self.lazy else None
+        if touched is not None:
+            touched[positions] = True
+            if before is not None:
+                touched |= self.touched()
         if before is None:
             self.grad = grad
         elif before.layout == grad.layout == torch.strided:
@@ -337,6 +359,23 @@ class Table:
         else:
             total = before + grad
             self.grad = total.coalesce() if total.layout == torch.sparse_coo else total
+        if touched is not None:
+            self.touch(touched)
+        return True
+
+    def touch(self, mask: torch.Tensor) -> None:
+        """Notes which of the rows held here (bool, shape (rows held,)) the gradient is for."""
+        assert self.grad is not None
+        self._touched = self.grad, mask
+
+    def touched(self) -> torch.Tensor:
+        """Which of the rows held here the gradient is for: those looked up, or, of a gradient that the user has put in
+        the place of ours, those that are not zero."""
+        grad = self.grad
+        assert grad is not None
+        if self._touched is not None and self._touched[0] is grad:
+            return self._touched[1]
+        return self.flat(grad.to_dense() if grad.is_sparse else grad).ne(0).any(1)
 
 
 def add_rows(grads: torch.Tensor, rows: torch.Tensor, num_rows: int) -> torch.Tensor:
