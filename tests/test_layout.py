@@ -25,6 +25,7 @@ ORDER = [
     "runtime",
     "data",
     "api",
+    "verify",
     "_worker",
     "cli",
     "__init__",

@@ -762,6 +762,11 @@ class Runtime:
         """This rank's loop gets a batch of so many samples."""
         self._samples, self._samples_known, self._batch_samples = float(num_samples), True, True
 
+    @property
+    def num_samples(self) -> float:
+        """What this rank's latest backward pass counts in the mean; 1 with one worker."""
+        return self._samples
+
     def end_batches(self) -> None:
         """The loop is over or was left: its last batch says nothing of what comes."""
         self._batch_samples = self._samples_known = False
