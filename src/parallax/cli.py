@@ -122,7 +122,7 @@ def _add_verify(commands: Any) -> None:
         "--tolerance",
         type=float,
         metavar="X",
-        help="largest difference, relative to max(1, |value|) (default: 1e-9, with --keep-dtype 1e-4)",
+        help="largest difference, relative to max(1, |value|) (default: 1e-7, with --keep-dtype 1e-4)",
     )
     verify.add_argument("--keep-dtype", action="store_true", help="leave the model in its own dtype")
     verify.add_argument("--join", metavar="FUNCTION", help="puts a list of the workers' batches together, named alike")
