@@ -365,6 +365,12 @@ def test_no_batch_at_all() -> None:
         parallax.verify(without_batches)
 
 
+def test_a_worker_that_ends_early_without_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "_run_workers", lambda job: None)
+    with pytest.raises(parallax.ParallaxError, match="rank 0 ended before its steps were done, without an error"):
+        parallax.verify(tagger)
+
+
 @pytest.mark.usefixtures("workers")
 def test_batches_that_cannot_be_joined() -> None:
     with pytest.raises(parallax.ParallaxError, match="batches of step 1 cannot be put together") as caught:

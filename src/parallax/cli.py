@@ -125,7 +125,9 @@ def _add_verify(commands: Any) -> None:
         help="largest difference, relative to max(1, |value|) (default: 1e-7, with --keep-dtype 1e-4)",
     )
     verify.add_argument("--keep-dtype", action="store_true", help="leave the model in its own dtype")
-    verify.add_argument("--join", metavar="FUNCTION", help="puts a list of the workers' batches together, named alike")
+    verify.add_argument(
+        "--join", metavar="FUNCTION", help="module:function that puts a list of the workers' batches together"
+    )
     verify.add_argument("--architecture", choices=["hybrid", "allreduce"], default="hybrid", help="(default: hybrid)")
     verify.add_argument("--reduction", choices=["mean", "sum"], default="mean", help="(default: mean)")
 

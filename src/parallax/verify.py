@@ -477,6 +477,7 @@ def _run_workers(job: _Job) -> None:
         env={**os.environ, "PYTHONPATH": path},
         stderr=subprocess.PIPE,
         text=True,
+        errors="replace",
     )
     if done.returncode:
         why = " (in float64; dtype='keep', --keep-dtype, leaves the model as it is)" if job.dtype == "float64" else ""
