@@ -27,6 +27,7 @@ ORDER = [
     "runtime",
     "data",
     "api",
+    "verify",
     "_worker",
     "cli",
     "__init__",

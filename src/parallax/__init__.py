@@ -18,3 +18,5 @@ from parallax.plan import Placement as Placement
 from parallax.plan import Plan as Plan
 from parallax.plan import Use as Use
 from parallax.runtime import Traffic as Traffic
+from parallax.verify import Report as Report
+from parallax.verify import verify as verify

@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,9 @@ LINGER_SECONDS = 2
 
 GRACE_SECONDS = 5
 """How long a worker that was told to end may take before it is killed."""
+
+NOT_VERIFIED = 2
+"""Exit status of `parallax verify` when there was nothing to compare, as for a wrong command line."""
 
 _DESCRIPTION = """\
 Start a training program on several workers of this machine.
@@ -39,6 +43,27 @@ examples:
 OMP_NUM_THREADS is set to the cores per worker, and GLOO_SOCKET_IFNAME to the loopback interface, unless the
 environment has them. The exit status is that of the worker that failed first (128 + n if signal n killed it),
 130 after Ctrl-C. For several machines, start the same program with torchrun."""
+
+_VERIFY_DESCRIPTION = """\
+Train a few steps on several workers and the same steps on one device, and compare every parameter.
+
+FACTORY is the name of a function, "module:function" or "path/to/file.py:function", that returns what there is to
+train. The workers are started here and meet as with `parallax run`. All runs in float64, without dropout."""
+
+_VERIFY_EXAMPLES = """\
+example, in check.py:
+  def factory():
+      torch.manual_seed(0)
+      model = Model(num_words=1000)  # small is enough
+      optimizer = torch.optim.Adagrad(model.parameters(), lr=0.2)
+      loader = DataLoader(dataset, batch_size=32, shuffle=True)
+      return model, optimizer, loader, lambda model, batch: model(*batch)  # the loss
+
+  parallax verify check.py:factory
+  parallax verify mypackage.check:factory --nproc 4 --steps 20
+
+The exit status is 0 if all is equal, 1 if something differs by more than the tolerance, and 2 if nothing could be
+compared."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,7 +85,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     run.add_argument("--nproc", type=_positive, required=True, metavar="N", help="number of workers")
     run.add_argument("-m", "--module", action="store_true", help="the program is a module, as in `python -m`")
     run.add_argument("program", nargs=argparse.REMAINDER, help="the program and its arguments")
+    _add_verify(commands)
     args = parser.parse_args(argv)
+    if args.command == "verify":
+        return _verify(args)
     program = args.program[1:] if args.program[:1] == ["--"] else args.program
     if not program:
         run.error("no program given; example: parallax run --nproc 4 train.py")
@@ -71,6 +99,65 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _launch(args.nproc, command)
     except KeyboardInterrupt:  # before there were workers
         return 128 + signal.SIGINT
+
+
+def _add_verify(commands: Any) -> None:
+    verify = commands.add_parser(
+        "verify",
+        help="compare a few steps on several workers with one device",
+        description=_VERIFY_DESCRIPTION,
+        epilog=_VERIFY_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    verify.add_argument("factory", metavar="FACTORY", help="returns (model, optimizer, loader, loss_fn)")
+    verify.add_argument("--nproc", type=_positive, default=2, metavar="N", help="number of workers (default: 2)")
+    verify.add_argument(
+        "--steps",
+        type=lambda text: _positive(text, "steps"),
+        default=5,
+        metavar="N",
+        help="training steps (default: 5)",
+    )
+    verify.add_argument(
+        "--tolerance",
+        type=float,
+        metavar="X",
+        help="largest difference, relative to max(1, |value|) (default: 1e-7, with --keep-dtype 1e-4)",
+    )
+    verify.add_argument("--keep-dtype", action="store_true", help="leave the model in its own dtype")
+    verify.add_argument(
+        "--join", metavar="FUNCTION", help="module:function that puts a list of the workers' batches together"
+    )
+    verify.add_argument("--architecture", choices=["hybrid", "allreduce"], default="hybrid", help="(default: hybrid)")
+    verify.add_argument("--reduction", choices=["mean", "sum"], default="mean", help="(default: mean)")
+
+
+def _verify(args: argparse.Namespace) -> int:
+    sys.path.insert(0, os.getcwd())  # as `python -m` has it
+    from parallax.comm import ParallaxError
+    from parallax.config import Config
+    from parallax.verify import verify
+
+    try:
+        report = verify(
+            args.factory,
+            nproc=args.nproc,
+            steps=args.steps,
+            tolerance=args.tolerance,
+            dtype="keep" if args.keep_dtype else "float64",
+            config=Config(architecture=args.architecture, reduction=args.reduction),
+            join=args.join,
+        )
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except ParallaxError as error:
+        print(error, file=sys.stderr, flush=True)
+        return NOT_VERIFIED
+    except Exception:  # the user's own, with its place
+        traceback.print_exc()
+        return NOT_VERIFIED
+    print(report)
+    return 0 if report.ok else 1
 
 
 class _Version(argparse.Action):
@@ -87,10 +174,10 @@ class _Version(argparse.Action):
         parser.exit()
 
 
-def _positive(text: str) -> int:
+def _positive(text: str, what: str = "workers") -> int:
     number = int(text) if text.isdecimal() else 0
     if number < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of workers, at least 1, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected a whole number of {what}, at least 1, got {text!r}")
     return number
 
 

@@ -177,9 +177,9 @@ class Plan:
         ]
         return "\n".join(
             [
-                f"plan for {_counted(self.world_size, 'worker')}, architecture {self.architecture} "
+                f"plan for {counted(self.world_size, 'worker')}, architecture {self.architecture} "
                 f"(bytes/step: what one worker sends in one step)",
-                *_aligned([head, *rows], right=("alpha", "bytes/step")),
+                *aligned([head, *rows], right=("alpha", "bytes/step")),
                 self._totals(),
             ]
         )
@@ -193,7 +193,7 @@ class Plan:
                 parts.append(f"{len(chosen)} {placement.value} {sent}")
         sent = format_bytes(sum(p.bytes_per_step for p in self))
         detail = f" ({', '.join(parts)})" if parts else ""
-        return f"total: {_counted(len(self.parameters), 'parameter')}, {sent} per worker and step{detail}"
+        return f"total: {counted(len(self.parameters), 'parameter')}, {sent} per worker and step{detail}"
 
 
 def format_bytes(num_bytes: float) -> str:
@@ -206,11 +206,11 @@ def format_bytes(num_bytes: float) -> str:
     return f"{size:.1f} TiB"
 
 
-def _counted(n: int, noun: str) -> str:
+def counted(n: int, noun: str) -> str:
     return f"{n:,} {noun}{'' if n == 1 else 's'}"
 
 
-def _aligned(rows: Sequence[Sequence[str]], right: Collection[str]) -> list[str]:
+def aligned(rows: Sequence[Sequence[str]], right: Collection[str]) -> list[str]:
     """Lines with the columns below each other; `right` names (by the first row) those set to the right."""
     columns = list(zip(*rows, strict=True))
     widths = [max(len(cell) for cell in column) for column in columns]
