@@ -932,11 +932,6 @@ class Runtime:
         """This rank's loop gets a batch of so many samples."""
         self.samples.begin_batch(num_samples)
 
-    @property
-    def num_samples(self) -> float:
-        """What this rank's latest backward pass counts in the mean; 1 with one worker."""
-        return self._samples
-
     def end_batches(self) -> None:
         self.samples.end_batches()
 

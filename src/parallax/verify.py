@@ -499,7 +499,7 @@ def work(folder: str) -> None:
         assert run is not None
 
         def save(what: str, step: int = 0, loss: float = 0.0) -> None:
-            torch.save(_Held(run.plan, _held_tensors(run.model), loss, run.num_samples), job.file(what, rank, step))
+            torch.save(_Held(run.plan, _held_tensors(run.model), loss, run.samples.latest), job.file(what, rank, step))
 
         save("held")
         num_steps = 0
@@ -719,6 +719,7 @@ def _hints(job: _Job, program: _Program, report: Report, drew: bool) -> Iterator
         yield (
             f"already in step 1 the workers' losses do not make up that of one device: with Config(reduction="
             f"{job.config.reduction!r}) the loss must be a {'mean' if mean else 'sum'} over the samples of the batch"
+            + (", or loss_fn must say with parallax.weight(n) how many things it is the mean of" if mean else "")
             + ("; it looks like their sum: Config(reduction='sum'), --reduction sum" if is_sum else "")
         )
     worst = max(check.relative for check in report.parameters)
