@@ -190,6 +190,78 @@ def test_ranks_that_wait_in_vain_say_where_each_is() -> None:
         assert outcome.seconds < 10, outcome
 
 
+def uneven_accumulation(kind: str) -> list[dict[str, torch.Tensor]]:
+    """Seven micro-batches of one sample, two to a step: rank 1 runs out of data in the middle of a step."""
+    torch.manual_seed(0)
+    model = Net(kind)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    alone = parallax.world_size() == 1
+    parallax.distribute(model, optimizer)
+    data = [(ids[None], target[None]) for ids, target in zip(*batches(1, 1, 1, (7,))[0][0][0], strict=True)]
+    micro = [
+        (torch.cat([a for a, _ in data[i : i + 2]]), torch.cat([b for _, b in data[i : i + 2]])) for i in (0, 2, 4, 6)
+    ]
+    weights = []
+    for number, batch in enumerate(
+        micro if alone else parallax.shard(torch.utils.data.DataLoader(data, collate_fn=_cat))
+    ):
+        with parallax.no_sync() if number % 2 == 0 else contextlib.nullcontext():
+            squares(model, batch).backward()
+        if number % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    weights.append({name: value.clone() for name, value in model.state_dict().items()})
+    parallax.shutdown()
+    return weights
+
+
+def _cat(samples: list[Any]) -> Any:
+    return tuple(torch.cat(parts) for parts in zip(*samples, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["tables", "dense"])
+def test_no_sync_on_ranks_that_run_out_of_data(kind: str) -> None:
+    (expected,) = ranks.run(1, uneven_accumulation, kind)
+    for found in ranks.run(2, uneven_accumulation, kind):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+# -- optimizers that are not set alike ----------------------------------------------------------------
+
+
+def own_learning_rate(kind: str, when: str) -> None:
+    torch.manual_seed(0)
+    model = Net(kind)
+    del model.spare
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1 + (when == "start") * parallax.rank())
+    if when == "state" and parallax.rank() == 1:
+        model(torch.tensor([1, 2])).sum().backward()
+        optimizer.step()
+    parallax.distribute(model, optimizer)
+    for number, step in enumerate(batches(2, 12, 1)):
+        if number == 3 and when == "later" and parallax.rank() == 1:
+            optimizer.param_groups[0]["lr"] = 0.05
+        accumulate("s")(None, model, [optimizer], step[parallax.rank()], 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "when", "text"),
+    [
+        ("tables", "start", "the optimizers given to parallax.distribute differ from those of rank"),
+        ("tables", "state", "in their state: load a checkpoint on all ranks"),
+        ("tables", "later", "the optimizer's settings differ from those of ranks [1] in the latest step"),
+        ("dense", "later", "the ranks are not at the same step"),
+    ],
+)
+def test_optimizers_are_set_alike(kind: str, when: str, text: str) -> None:
+    outcomes = ranks.run(2, own_learning_rate, kind, when, expect_errors=True)
+    for outcome in outcomes:
+        assert outcome.error in ("DisagreementError", "PeerError"), outcome
+    assert text in outcomes[0].text, outcomes[0]
+    if when == "later":
+        assert "'lr': 0.1," in outcomes[0].text, outcomes[0]
+
+
 # -- weight -------------------------------------------------------------------------------------------
 
 

@@ -23,6 +23,9 @@ FIRST_BUCKET_BYTES = 2**20
 FINE_NUMEL = 2**15
 """Average size from which copying gradients one by one, while they are in the cache, is faster than together."""
 
+NUM_FACTS = 6
+"""Numbers behind the gradients of a bucket, after one for each parameter."""
+
 
 class Bucket:
     """A flat buffer for gradients of one dtype and device."""
@@ -32,9 +35,9 @@ class Bucket:
         first = parameters[0]
         numel = sum(p.numel() for p in parameters)
         num_rows = [p.shape[0] if p in sparse else 0 for p in parameters]
-        length = numel + sum(num_rows) + len(parameters) + 4
+        length = numel + sum(num_rows) + len(parameters) + NUM_FACTS
         self.buffer = torch.empty(length, dtype=first.dtype, device=first.device)
-        self.gradients, marks, self.tail = self.buffer.split([numel, sum(num_rows), len(parameters) + 4])
+        self.gradients, marks, self.tail = self.buffer.split([numel, sum(num_rows), len(parameters) + NUM_FACTS])
         self.marks = marks.split(num_rows)
         """For a parameter with COO gradients, how many ranks have one in each row; empty for others."""
         self.views = [
@@ -92,8 +95,8 @@ class Contribution:
     """Its part in the sum of weights, which is the world size when all ranks have equal batches."""
     out: bool
     """It is out of data."""
-    position: int = 0
-    """Where this rank is, modulo 3 as -1, 0 or 1: steps and optimizer steps so far."""
+    position: tuple[int, int] = (0, 0)
+    """Where this rank is, each -1, 0 or 1: of its backward passes and optimizer steps, and of their settings."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,9 +183,11 @@ class DenseGradients:
         for bucket in self.buckets:
             assert bucket.reduction is not None
             self._comm.wait(bucket.reduction)
-            *num_here, weight, num_out, positions, squares = bucket.tail.tolist()
+            *num_here, weight, num_out, x, xx, y, yy = bucket.tail.tolist()
             n, mine = self._comm.world_size, contribution.position
-            together = (positions, squares) == (n * mine, n * mine * mine)  # no variance
+            together = all(  # no variance
+                (total, squares) == (n * p, n * p * p) for p, total, squares in zip(mine, (x, y), (xx, yy), strict=True)
+            )
             totals = Totals(weight, round(num_out), together)
             if self._mean and weight not in (0.0, self._comm.world_size):
                 bucket.gradients.mul_(self._comm.world_size / weight)
@@ -195,7 +200,7 @@ class DenseGradients:
         while self._next < len(self.buckets) and not self.buckets[self._next].num_missing:
             bucket = self.buckets[self._next]
             bucket.complete(c.scale)
-            facts = (c.weight, float(c.out), float(c.position), float(c.position**2))
+            facts = (c.weight, float(c.out), *(float(p**e) for p in c.position for e in (1, 2)))
             bucket.tail.copy_(torch.tensor([*map(float, bucket.here), *facts], dtype=bucket.tail.dtype))
             bucket.reduction = self._comm.all_reduce(bucket.buffer)
             self._next += 1

@@ -6,6 +6,7 @@ import collections
 import copy
 import dataclasses
 import inspect
+import zlib
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -113,6 +114,41 @@ def _sibling(
         trial.param_groups = [{"params": [p]}]
     trial.param_groups[0].update(settings)
     return trial
+
+
+def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """By group, the settings that decide on an update: numbers, flags and words."""
+
+    def is_plain(value: Any) -> bool:
+        if isinstance(value, (list, tuple)):
+            return all(map(is_plain, value))
+        return value is None or isinstance(value, (bool, int, float, str))
+
+    return [
+        {key: value for key, value in sorted(group.items()) if key not in ("params", "param_names") and is_plain(value)}
+        for group in optimizer.param_groups
+    ]
+
+
+def digest(settings: Any) -> int:
+    """A number that is equal on ranks where `settings` are, and else most likely not."""
+    return zlib.crc32(repr(settings).encode())
+
+
+def state_summary(optimizer: torch.optim.Optimizer) -> Any:
+    """Small, and different where settings or state differ."""
+    numbers = {p: i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
+
+    def brief(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            dense = value.to_dense() if value.is_sparse else value
+            return tuple(value.shape), float(dense.double().sum())
+        return value if isinstance(value, (bool, int, float, str, type(None))) else None
+
+    state = {
+        numbers[p]: {k: brief(v) for k, v in entry.items()} for p, entry in optimizer.state.items() if p in numbers
+    }
+    return settings_of(optimizer), state
 
 
 @dataclasses.dataclass(frozen=True)

@@ -102,8 +102,8 @@ class Round:
         return all(f & (Flag.DONE | Flag.OUT) for f in self.flags) and any(f & Flag.DONE for f in self.flags)
 
 
-_FIXED = 8
-_VERSION, _FLAGS, _WEIGHT, _LOOP, _WANT, _FIELD, _ORDER, _BLOB = range(_FIXED)
+_FIXED = 9
+_VERSION, _FLAGS, _WEIGHT, _LOOP, _WANT, _FIELD, _ORDER, _SETTINGS, _BLOB = range(_FIXED)
 _PER_TABLE = 6
 _ASKED, _LEASED, _PUSHED, _PARTIAL, _MAX_NORM, _NORM_TYPE = range(_PER_TABLE)
 _NOT_PUSHED = -1
@@ -120,11 +120,14 @@ class Rounds:
                 come entries of optimizer state; shape (rows held, ...). The same on all ranks.
         """
         self.comm = comm
+        self.describe_settings: Callable[[], str] = lambda: "no step"
         self.tables: list[Table] = []
         self.fields = fields
         self.num_rounds = 0
         self.version = 0
         """Number of optimizer steps and other changes; ranks that differ in it are not training the same model."""
+        self.settings = 0
+        """A digest of the settings of the optimizer that stepped last (`settings_of`)."""
         self.loop = 0
         """Number of loops over sharded data that this rank has started."""
 
@@ -210,6 +213,7 @@ class Rounds:
             int(request.want),
             request.field,
             _bits(request.order),
+            self.settings,
             num_blob_bytes,
         ]
 
@@ -254,6 +258,14 @@ class Rounds:
             raise DisagreementError(
                 f"rank {self.comm.rank}: every rank must call optimizer.step(), edit tables and change gradients in "
                 f"hooks the same number of times, but the ranks have done so {versions} times"
+            )
+        settings = [h[_SETTINGS] for h in headers]
+        if len(set(settings)) > 1:
+            others = [rank for rank, s in enumerate(settings) if s != settings[self.comm.rank]]
+            raise DisagreementError(
+                f"rank {self.comm.rank}: the optimizer's settings differ from those of ranks {others} in the latest "
+                f"step ({self.describe_settings()} here); a learning rate that follows a metric needs the same metric "
+                f"everywhere (parallax.reduce)"
             )
         loops = [h[_LOOP] for h in headers]
         if len(set(loops)) > 1 and any(f & Flag.OUT and not f & Flag.LEFT for f in flags):

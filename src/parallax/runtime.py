@@ -35,7 +35,7 @@ from parallax.config import Config
 from parallax.dense import Contribution, DenseGradients, Totals, accumulate
 from parallax.hooks import ParameterHooks
 from parallax.lookup import Lookups
-from parallax.optimizer import Optimizers
+from parallax.optimizer import Optimizers, digest, settings_of, state_summary
 from parallax.parameter import ShardedParameter, WatchedParameter, adopt, release
 from parallax.plan import ParameterProfile, Placement, Plan, Use
 from parallax.planner import make_plan
@@ -191,6 +191,7 @@ class Runtime:
             self._adopt_parameters()
             if self.comm.rank:  # scripts seed all workers alike; dropout masks and samples should differ
                 torch.manual_seed(torch.initial_seed() + self.comm.rank)
+            self._check_same_optimizers(optimizers)
             for optimizer in optimizers:
                 self._know(optimizer)
         self._hook_in()
@@ -237,6 +238,18 @@ class Runtime:
                 raise DisagreementError(
                     f"rank {self.comm.rank}: the model differs from that of rank {other}: {example}. "
                     f"Every rank must build the same model"
+                )
+
+    def _check_same_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        mine = [(type(o).__name__, *state_summary(o)) for o in optimizers]
+        for other, theirs in enumerate(self.comm.all_gather(mine)):
+            if repr(theirs) != repr(mine):  # as text, in which NaN equals NaN
+                what = "their number, class or settings"
+                if [o[:2] for o in theirs] == [o[:2] for o in mine]:
+                    what = "their state: load a checkpoint on all ranks"
+                raise DisagreementError(
+                    f"rank {self.comm.rank}: the optimizers given to parallax.distribute differ from those of rank "
+                    f"{other} in {what}"
                 )
 
     def _adopt_parameters(self) -> None:
@@ -571,7 +584,9 @@ class Runtime:
         if totals is not None and not totals.together:
             self.failed = DisagreementError(
                 f"rank {self.comm.rank}: the ranks are not at the same step (here: {self._num_steps} backward passes, "
-                f"{self.rounds.version} optimizer steps): every rank must run backward and optimizer.step() alike"
+                f"{self.rounds.version} optimizer steps and other changes; latest settings "
+                f"{self.rounds.describe_settings()}): every rank must run backward and optimizer.step() alike, and "
+                f"change gradients in hooks on all ranks or none"
             )
             raise self.failed
 
@@ -582,8 +597,9 @@ class Runtime:
         scale = weight / self.comm.world_size if self.config.reduction == "mean" else float(self.samples.number > 0)
         return Contribution(scale=scale, weight=weight, out=False, position=self._position())
 
-    def _position(self) -> int:
-        return (self._num_steps + self.rounds.version) % 3 - 1
+    def _position(self) -> tuple[int, int]:
+        settings = digest((self._num_steps, self.rounds.settings))  # other each step: what misses now shows later
+        return (self._num_steps + self.rounds.version) % 3 - 1, settings % 3 - 1
 
     # -- the plan -----------------------------------------------------------------------------------
 
@@ -748,6 +764,9 @@ class Runtime:
                 self._share_step(optimizer)
             self._check_by_rows(optimizer)
             self.optimizers.cut_states(optimizer)
+        settings = settings_of(optimizer)
+        self.rounds.settings = digest((self.optimizers.number(optimizer), settings))
+        self.rounds.describe_settings = lambda: str(settings)
         self._step_depth += 1
         if self._step_depth > 1:  # an optimizer that steps another one
             return None
