@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import parallax
+from parallax.runtime import ANNOUNCE_SECONDS
 
 WITHIN = 10.0
 """Seconds in which all ranks leave when one has failed, as promised."""
@@ -144,11 +145,14 @@ def fail_at(failing_rank: int, at_step: int, how: str, tables: bool) -> None:
 
 
 @pytest.mark.parametrize("tables", [True, False], ids=["tables", "dense"])
-@pytest.mark.parametrize(("failing_rank", "at_step", "how"), [(1, 3, "raise"), (0, 1, "raise"), (1, 4, "late")])
+@pytest.mark.parametrize(
+    ("failing_rank", "at_step", "how"), [(1, 3, "raise"), (0, 1, "raise"), (0, 2, "raise"), (1, 4, "late")]
+)
 def test_an_exception_on_one_rank_is_everyones(tables: bool, failing_rank: int, at_step: int, how: str) -> None:
     outcomes = ranks.run(2, fail_at, failing_rank, at_step, how, tables, expect_errors=True)
     assert outcomes[failing_rank].text == "boom"
     check_outcomes(outcomes, failing_rank, "ValueError")
+    assert outcomes[failing_rank].seconds < ANNOUNCE_SECONDS, "it has waited for ranks that do not come"
 
 
 def test_an_exception_before_the_plan_is_applied() -> None:

@@ -24,6 +24,7 @@ ORDER = [
     "samples",
     "optimizer",
     "repeats",
+    "startup",
     "runtime",
     "data",
     "api",

@@ -18,10 +18,8 @@ import enum
 import functools
 import os
 import pickle
-import socket
 import sys
 import threading
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -35,13 +33,21 @@ from parallax.config import Config
 from parallax.dense import Contribution, DenseGradients, Totals, accumulate
 from parallax.hooks import ParameterHooks
 from parallax.lookup import Lookups
-from parallax.optimizer import Optimizers, digest, settings_of, state_summary
+from parallax.optimizer import Optimizers, digest, settings_of
 from parallax.parameter import ShardedParameter, WatchedParameter, adopt, release
-from parallax.plan import ParameterProfile, Placement, Plan, Use
+from parallax.plan import Placement, Plan, Use
 from parallax.planner import make_plan
 from parallax.repeats import Repeats
 from parallax.rounds import NO_FLAG, Flag, Request, Round, Rounds
 from parallax.samples import Samples
+from parallax.startup import (
+    check_devices,
+    check_same_model,
+    check_same_optimizers,
+    device_of,
+    first_profiles,
+    make_rows,
+)
 from parallax.table import Partitioning, Table
 from parallax.whole import WholeReads
 
@@ -119,7 +125,7 @@ class Runtime:
         self.parameters = dict(model.named_parameters())
         self.names = {p: name for name, p in self.parameters.items()}
         self._own_ids = {id(p) for p in self.names}
-        self.comm = Comm(_device(model), config.timeout)
+        self.comm = Comm(device_of(model), config.timeout)
         self.comm.where = lambda: f"in phase {self.phase.value}, after {self._num_steps} backward passes"
         self.phase = Phase.FORWARD
         self.failed: BaseException | None = None
@@ -174,83 +180,30 @@ class Runtime:
         self.repeats = Repeats(self.comm.rank, self.parameters, self.tables, self.optimizers, self.reads)
         self._order: list[str] = []
         """Names of dense parameters in the order in which their gradients arrive."""
-        self.profiles: dict[str, ParameterProfile] = {}
+        self.profiles = first_profiles(model)
         self._undecided = False
         """What was seen is agreed, and waits for `_settle`."""
-        self.plan = self._first_plan()
+        self.plan = self._make_plan()
         _current = self
         if self.comm.world_size == 1 and not config.lazy_rows:
             for p, name in self.names.items():
                 if p.is_meta:
-                    self._make_rows(Table(name, p, rank=0, world_size=1, device=self.comm.device), (0,))
+                    table = Table(name, p, rank=0, world_size=1, device=self.comm.device)
+                    make_rows(self.comm, model, table, (0,), config)
             return
         with self._failing():
-            self._check_devices()
-            self._check_same_model()
+            check_devices(self.comm)
+            check_same_model(self.comm, self.profiles)
             self.comm.broadcast([p.data for p in self.names if not p.is_meta] + list(model.buffers()))
             self._adopt_parameters()
             if self.comm.rank:  # scripts seed all workers alike; dropout masks and samples should differ
                 torch.manual_seed(torch.initial_seed() + self.comm.rank)
-            self._check_same_optimizers(optimizers)
+            check_same_optimizers(self.comm, optimizers)
             for optimizer in optimizers:
                 self._know(optimizer)
         self._hook_in()
 
     # -- start --------------------------------------------------------------------------------------
-
-    def _first_plan(self) -> Plan:
-        embeddings = [m for m in self.model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
-        renormed = {m.weight for m in embeddings if m.max_norm is not None}
-        # not for bags: torch 2.13 divides their gradients by the counts of other rows
-        by_frequency = {m.weight for m in embeddings if m.scale_grad_by_freq and isinstance(m, nn.Embedding)}
-        for p, name in self.names.items():
-            plain = type(p) is nn.Parameter and p.dim() > 0 and p.is_floating_point()
-            self.profiles[name] = ParameterProfile(
-                name=name,
-                shape=tuple(p.shape),
-                itemsize=p.dtype.itemsize,
-                use=Use.NONE if plain or not p.requires_grad else Use.DENSE,
-                trainable=p.requires_grad,
-                meta=p.is_meta,
-                renormed=p in renormed,
-                by_frequency=p in by_frequency,
-            )
-        return make_plan(list(self.profiles.values()), world_size=self.comm.world_size, config=self.config)
-
-    def _check_devices(self) -> None:
-        if self.comm.device.type == "cpu":
-            return
-        places = self.comm.all_gather((socket.gethostname(), str(self.comm.device)))
-        if len(set(places)) < len(places):
-            raise DisagreementError(
-                f"rank {self.comm.rank}: two workers use the same device ({places}). Choose it before building the "
-                f'model: torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))'
-            )
-
-    def _check_same_model(self) -> None:
-        mine = [(p.name, p.shape, p.itemsize, p.trainable) for p in self.profiles.values()]
-        for other, theirs in enumerate(self.comm.all_gather(mine)):
-            if theirs != mine:
-                differing = [(a, b) for a, b in zip(mine, theirs, strict=False) if a != b]
-                example = (
-                    f"{differing[0][0]} here, {differing[0][1]} there" if differing else "its number of parameters"
-                )
-                raise DisagreementError(
-                    f"rank {self.comm.rank}: the model differs from that of rank {other}: {example}. "
-                    f"Every rank must build the same model"
-                )
-
-    def _check_same_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        mine = [(type(o).__name__, *state_summary(o)) for o in optimizers]
-        for other, theirs in enumerate(self.comm.all_gather(mine)):
-            if repr(theirs) != repr(mine):  # as text, in which NaN equals NaN
-                what = "their number, class or settings"
-                if [o[:2] for o in theirs] == [o[:2] for o in mine]:
-                    what = "their state: load a checkpoint on all ranks"
-                raise DisagreementError(
-                    f"rank {self.comm.rank}: the optimizers given to parallax.distribute differ from those of rank "
-                    f"{other} in {what}"
-                )
 
     def _adopt_parameters(self) -> None:
         for p, name in self.names.items():
@@ -262,7 +215,7 @@ class Runtime:
                 table.lazy = self.config.lazy_rows
                 self.tables[name] = table
                 if p.is_meta:
-                    self._make_rows(table, plan.owners)
+                    make_rows(self.comm, self.model, table, plan.owners, self.config)
                     adopt(p, ShardedParameter, table, self.lookups, self.reads)
                 elif plan.placement is Placement.SHARDED:
                     self._shard(table, plan.owners)
@@ -271,28 +224,6 @@ class Runtime:
             if p.requires_grad and plan.placement is not Placement.SHARDED:
                 self._hook_parameter(p)
         self._refresh()
-
-    def _make_rows(self, table: Table, owners: Sequence[int]) -> None:
-        """Makes this rank's rows of a table that was built on the meta device."""
-        table.partitioning = Partitioning(table.num_rows, owners, self.comm.world_size, self.comm.device)
-        rows = torch.empty((table.num_held, *table.row_shape), dtype=table.dtype, device=self.comm.device)
-        module, attribute = _holder(self.model, table.name)
-        devices = [] if self.comm.device.type == "cpu" else [self.comm.device]
-        with torch.random.fork_rng(devices=devices):
-            # Ranks and tables draw different rows.
-            torch.manual_seed((torch.initial_seed() + zlib.crc32(f"{table.name} {self.comm.rank}".encode())) % 2**63)
-            if self.config.init is not None:
-                self.config.init(table.name, rows)
-            elif isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and attribute == "weight":
-                rows.normal_()
-                if module.padding_idx is not None:
-                    rows[table.partitioning.rows_of(self.comm.rank) == module.padding_idx] = 0
-            else:
-                raise ParallaxError(
-                    f"rank {self.comm.rank}: {table.name!r} was built on the meta device and is not the weight of an "
-                    f"nn.Embedding; say how its rows are filled: Config(init=function_of_name_and_rows)"
-                )
-        torch.utils.swap_tensors(table.parameter, nn.Parameter(rows, table.parameter.requires_grad))
 
     def _hook_parameter(self, p: nn.Parameter) -> None:
         def before_accumulating(grads: Any) -> None:
@@ -647,7 +578,7 @@ class Runtime:
             if table.use is Use.LOOKUP:
                 by_rows = all(how.by_rows for how in self.optimizers.how_updated(table))
                 self.profiles[name] = dataclasses.replace(self.profiles[name], rowwise=by_rows)
-        plan = make_plan(list(self.profiles.values()), world_size=self.comm.world_size, config=self.config)
+        plan = self._make_plan()
         for name, table in list(self.tables.items()):
             decided = plan[name]
             if table.placement is decided.placement or table.sharded:
@@ -664,6 +595,9 @@ class Runtime:
                     self._order.append(name)
         self.plan = plan
         self._refresh()
+
+    def _make_plan(self) -> Plan:
+        return make_plan(list(self.profiles.values()), world_size=self.comm.world_size, config=self.config)
 
     def _shard(self, table: Table, owners: Sequence[int]) -> None:
         table.partitioning = Partitioning(table.num_rows, owners, self.comm.world_size, self.comm.device)
@@ -899,6 +833,9 @@ class Runtime:
             self.phase = Phase.ENDED
             return
         self.comm.report_failure(error)
+        if self.phase in (Phase.FORWARD, Phase.CLOSING):
+            with contextlib.suppress(Exception):  # the error at hand is the one to tell
+                self._settle()  # as the others will, who may need no rounds then
         if self._needs_rounds():
             # The others hear of it in their next round; a thread, because they may take long to come.
             def tell() -> None:
@@ -1054,15 +991,3 @@ class Runtime:
     def traffic(self) -> Traffic:
         sent = self.comm.sent
         return Traffic(self._num_steps, self.rounds.num_rounds, sent.headers, sent.tables, sent.dense)
-
-
-def _device(model: nn.Module) -> torch.device:
-    devices = {p.device for p in model.parameters() if not p.is_meta}
-    if len(devices) > 1:
-        raise ParallaxError(f"the model's parameters are on several devices ({devices}); parallax needs one per worker")
-    return devices.pop() if devices else torch.device("cpu")
-
-
-def _holder(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    path, _, attribute = name.rpartition(".")
-    return model.get_submodule(path), attribute
