@@ -16,6 +16,7 @@ ORDER = [
     "comm",
     "table",
     "rounds",
+    "untraced",
     "lookup",
     "whole",
     "parameter",

@@ -14,6 +14,7 @@ from parallax.comm import DisagreementError, ParallaxError
 from parallax.config import Config
 from parallax.plan import Plan
 from parallax.runtime import Runtime, Traffic
+from parallax.untraced import uncompiled
 
 Number = TypeVar("Number", int, float, torch.Tensor)
 
@@ -33,7 +34,7 @@ def distribute(
     then makes its own rows only (`Config.init`).
 
     Args:
-        model: any module with its parameters on one device.
+        model: any module with its parameters on one device; `torch.compile` may come before or after.
         optimizer: the optimizer or optimizers that train it, if they exist already. Optional; those made later
             are found when they step.
         config: settings; see `Config`.
@@ -45,8 +46,9 @@ def distribute(
         ParallaxError: this process distributes a model already, or workers have different models.
     """
     active = runtime.current()
+    plain = uncompiled(model)
     if active is not None:
-        which = "this model" if active.model is model else "another model"
+        which = "this model" if active.model is plain else "another model"
         raise ParallaxError(
             f"rank {active.comm.rank}: parallax.distribute was called already, for {which}; call it once per process. "
             f"Several models that train together go into one nn.ModuleList"
@@ -59,7 +61,7 @@ def distribute(
             raise TypeError(f"parallax.distribute: expected optimizers, got {type(o).__name__}")
     if config is not None and not isinstance(config, Config):
         raise TypeError(f"parallax.distribute: expected a parallax.Config, got {type(config).__name__}")
-    Runtime(model, optimizers, config or Config())
+    Runtime(plain, optimizers, config or Config())
     return model
 
 
@@ -189,6 +191,6 @@ def shutdown() -> None:
 
 def _run_of(model: nn.Module) -> Runtime:
     active = runtime.current()
-    if active is None or active.model is not model:
+    if active is None or active.model is not uncompiled(model):
         raise ParallaxError("this model was not given to parallax.distribute")
     return active

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map
 from parallax.plan import Placement
 from parallax.rounds import Ask, Request, Round
 from parallax.table import SKIPPED, Table, Window
+from parallax.untraced import as_it_is, untraced
 
 
 class Lookup:
@@ -153,6 +154,7 @@ class BagLookup(Lookup):
         return grads[0], weight_grad
 
 
+@untraced
 class Deferred(torch.Tensor):
     """The result of a lookup that may still be pending: a tensor without storage that stands for its value.
 
@@ -218,6 +220,7 @@ class _Apply(torch.autograd.Function):
         return lookups.submit(lookup)
 
     @staticmethod
+    @as_it_is
     def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
         lookup: Lookup = ctx.lookup
         if grad is None:

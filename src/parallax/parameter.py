@@ -19,9 +19,11 @@ from torch.utils._pytree import tree_flatten, tree_map
 from parallax.lookup import BagLookup, Lookup, Lookups
 from parallax.plan import Use
 from parallax.table import Table
+from parallax.untraced import untraced
 from parallax.whole import Whole, WholeReads
 
 
+@untraced
 class WatchedParameter(nn.Parameter):
     """A parameter of which every rank holds a copy."""
 
@@ -53,6 +55,7 @@ class WatchedParameter(nn.Parameter):
         return nn.Parameter(self._table.data, self.requires_grad).__reduce_ex__(protocol)
 
 
+@untraced
 class ShardedParameter(nn.Parameter):
     """A parameter of which this rank holds some rows."""
 

@@ -49,6 +49,7 @@ from parallax.startup import (
     make_rows,
 )
 from parallax.table import Partitioning, Table
+from parallax.untraced import as_it_is
 from parallax.whole import WholeReads
 
 ANNOUNCE_SECONDS = 5.0
@@ -132,6 +133,8 @@ class Runtime:
         self._accumulators: list[torch.autograd.graph.Node] = []
         """Kept alive, with our hooks."""
         self._unhook: list[Callable[[], Any]] = []
+        self._uncompiled = contextlib.ExitStack()
+        """Open while `torch.compile` waits for the first plan."""
 
         self.rounds = Rounds(self.comm, self._field)
         self.lookups = Lookups(
@@ -196,6 +199,7 @@ class Runtime:
             check_same_model(self.comm, self.profiles)
             self.comm.broadcast([p.data for p in self.names if not p.is_meta] + list(model.buffers()))
             self._adopt_parameters()
+            self._put_off_compiling()
             if self.comm.rank:  # scripts seed all workers alike; dropout masks and samples should differ
                 torch.manual_seed(torch.initial_seed() + self.comm.rank)
             check_same_optimizers(self.comm, optimizers)
@@ -225,6 +229,13 @@ class Runtime:
                 self._hook_parameter(p)
         self._refresh()
 
+    def _put_off_compiling(self) -> None:
+        """Graphs are made when it is known which parameters are tables; those made before know others."""
+        torch.compiler.reset()
+        if any(table.placement is Placement.WATCHED for table in self.tables.values()):
+            self._uncompiled.enter_context(torch.compiler.set_stance("force_eager"))
+            self._unhook.append(self._uncompiled.close)
+
     def _hook_parameter(self, p: nn.Parameter) -> None:
         def before_accumulating(grads: Any) -> None:
             # A gradient of an earlier backward has been reduced: kept apart.
@@ -237,7 +248,7 @@ class Runtime:
             # On the node, not on the tensor: torch.autograd.grad() runs a tensor's hooks but accumulates nothing.
             node = torch.autograd.graph.get_gradient_edge(p).node
             self._accumulators.append(node)
-            self._unhook.append(node.register_prehook(before_accumulating).remove)
+            self._unhook.append(node.register_prehook(as_it_is(before_accumulating)).remove)
 
     def _hook_in(self) -> None:
         self._unhook += [
@@ -248,7 +259,7 @@ class Runtime:
             self.hooks.take_over(p)
         self._unhook.append(self.hooks.let_go)
         for module in (self.model, *self.model.children()):  # training may go through model.loss(...)
-            hook = _ModuleHook(self._pre_forward)
+            hook = _ModuleHook(functools.partial(self._pre_forward, module is self.model))
             self._unhook.append(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
         for module in self.model.modules():
             self._unhook.append(module.register_state_dict_post_hook(_ModuleHook(self._post_state_dict)).remove)
@@ -278,12 +289,18 @@ class Runtime:
 
     # -- forward ------------------------------------------------------------------------------------
 
-    def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _pre_forward(self, by_model: bool, module: nn.Module, args: Any, kwargs: Any) -> None:
+        # torch.compile takes these lines into its graph, and breaks it when there is something to do.
+        if self._undecided or self.samples.wants(by_model):
+            self._before_forward(by_model, args, kwargs)
+
+    @as_it_is
+    def _before_forward(self, by_model: bool, args: Any, kwargs: Any) -> None:
         if self.phase is Phase.FORWARD:
             self._settle()
         for value in tree_flatten((args, kwargs))[0]:
             if isinstance(value, torch.Tensor) and value.dim():
-                self._on_samples(value.shape[0], by_model=module is self.model)
+                self._on_samples(value.shape[0], by_model)
                 return
 
     def _on_samples(self, num_samples: int, by_model: bool = False) -> None:
@@ -312,6 +329,7 @@ class Runtime:
     def _has_arrived(self, p: nn.Parameter) -> bool:
         return p in self._loose or p in self._kept or self.dense.arrived(p)
 
+    @as_it_is
     def _on_dense_gradient(self, p: nn.Parameter) -> None:
         if self.phase is Phase.ENDED:
             self._check_alive()
@@ -344,6 +362,7 @@ class Runtime:
             self._queued, self.phase = True, Phase.BACKWARD
             torch.autograd.Variable._execution_engine.queue_callback(self._close)
 
+    @as_it_is
     def _close(self) -> None:
         """The end of a backward pass: from here on `.grad` means what it means on one device."""
         if torch._C._current_autograd_node() is not None:
@@ -381,6 +400,8 @@ class Runtime:
         self.samples.end_backward()
         self._stepped = False
         self.phase = Phase.FORWARD
+        if not self._undecided:
+            self._uncompiled.close()
         if self.hooks.any:
             with torch.no_grad():
                 self.hooks.after_accumulation([p for p in self.names if p in self._updated])
@@ -665,6 +686,7 @@ class Runtime:
         ]
         return True
 
+    @as_it_is
     def _pre_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         if self.phase is Phase.ENDED or not self._know(optimizer):
             return None
@@ -756,6 +778,7 @@ class Runtime:
             joint = sum(part * n for part, n in parts if n) / (sum(n for _, n in parts) or 1.0)
         return torch.full_like(loss, joint, requires_grad=False) if isinstance(loss, torch.Tensor) else joint
 
+    @as_it_is
     def _post_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self.phase is Phase.ENDED or optimizer not in self.optimizers:
             return

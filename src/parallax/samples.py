@@ -37,6 +37,10 @@ class Samples:
             self._seen, self._batch = self._batch, None
         self._seen_any = False
 
+    def wants(self, by_model: bool) -> bool:
+        """Whether there is something to `see`."""
+        return self._batch is None and (by_model or not self._seen_any)
+
     def see(self, number: int, by_model: bool) -> None:
         if by_model or not self._seen_any:
             # An empty lookup is an empty batch, unless another lookup has something.

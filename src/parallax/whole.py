@@ -17,6 +17,7 @@ from parallax.lookup import Lookup, Lookups
 from parallax.plan import Use
 from parallax.rounds import Request, Round, Want, join_norms
 from parallax.table import Table
+from parallax.untraced import untraced
 
 WARN_BYTES = 2**20
 """Whole reads of tables from this size on are worth a warning."""
@@ -110,6 +111,7 @@ class Change:
         func([grad] if self.in_list else grad, *self.args)
 
 
+@untraced
 class Whole(torch.Tensor):
     """A tensor of a whole table's shape that stands for rows held by all ranks: its weight or its gradient.
 
