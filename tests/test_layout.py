@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+
+import parallax
 
 SOURCE = Path(__file__).parents[1] / "src" / "parallax"
 ORDER = [
@@ -29,7 +33,7 @@ ORDER = [
     "runtime",
     "data",
     "api",
-    "verify",
+    "verification",
     "_worker",
     "cli",
     "__init__",
@@ -106,3 +110,18 @@ def test_the_launcher_imports_torch_only_when_it_starts_workers(name: str) -> No
 
 def test_what_starts_a_worker_needs_only_the_standard_library() -> None:
     assert _imported(_tree("_worker")) == {"__future__.annotations", "ctypes", "os", "signal", "sys"}
+
+
+def test_public_names_are_the_same_for_python_and_type_checkers() -> None:
+    for_checkers = {n.removeprefix("parallax.") for n in _imported(_tree("__init__")) if n.startswith("parallax.")}
+    for_python = {f"{file}.{name}" for name, file in parallax._FILE_OF.items()}  # type: ignore[attr-defined]
+    assert for_checkers == for_python
+    assert {name for name in dir(parallax) if name in parallax._FILE_OF} == set(parallax._FILE_OF)  # type: ignore[attr-defined]
+    assert all(getattr(parallax, name).__module__ == f"parallax.{file}" for name, file in parallax._FILE_OF.items())  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError, match="module 'parallax' has no attribute 'distributed'"):
+        parallax.distributed  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_help_does_not_wait_for_torch() -> None:
+    code = "import sys, parallax.cli\ntry: parallax.cli.main(['--help'])\nfinally: assert 'torch' not in sys.modules"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout

@@ -21,7 +21,7 @@ import parallax
 from parallax import cli
 
 ROOT = Path(__file__).parents[1]
-engine = importlib.import_module("parallax.verify")
+engine = importlib.import_module("parallax.verification")
 
 WORDS = 40
 

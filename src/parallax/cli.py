@@ -136,7 +136,7 @@ def _verify(args: argparse.Namespace) -> int:
     sys.path.insert(0, os.getcwd())  # as `python -m` has it
     from parallax.comm import ParallaxError
     from parallax.config import Config
-    from parallax.verify import verify
+    from parallax.verification import verify
 
     try:
         report = verify(

@@ -470,7 +470,7 @@ class _Held:
 
 def _run_workers(job: _Job) -> None:
     script = job.folder / "worker.py"
-    script.write_text(f"from parallax.verify import work\n\nwork({str(job.folder)!r})\n")
+    script.write_text(f"from parallax.verification import work\n\nwork({str(job.folder)!r})\n")
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     done = subprocess.run(
         [sys.executable, "-m", "parallax.cli", "run", f"--nproc={job.nproc}", "--", str(script)],
