@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import io
 from typing import Any
 
 import oracle
@@ -383,6 +384,101 @@ def test_reduce() -> None:
 def test_reduce_checks_its_arguments(args: Any, kwargs: Any, error: Any, text: str) -> None:
     with pytest.raises(error, match=f"parallax.reduce: {text}"):
         parallax.reduce(*args, **kwargs)
+
+
+# -- a rank alone -------------------------------------------------------------------------------------
+
+
+def evaluated(model: Any, optimizer: Any) -> Any:
+    model.eval()
+    with torch.no_grad():
+        value = model(torch.tensor([6, 2, 0]))
+    model.train()
+    return value.clone()
+
+
+def saved(model: Any, optimizer: Any) -> Any:
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    file.seek(0)
+    loaded = torch.load(file)
+    return [*loaded["model"].values(), *(v for entry in loaded["optimizer"]["state"].values() for v in entry.values())]
+
+
+def looked_at(model: Any, optimizer: Any) -> Any:
+    return [p.detach().norm().clone() for p in model.parameters()]
+
+
+def looking_alone(kind: str, look: Any) -> list[Any]:
+    """Rank 0 alone does something with the model between two steps, and the others go on."""
+    torch.manual_seed(0)
+    model = Net(kind)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    world_size, found = parallax.world_size(), None
+    parallax.distribute(model, optimizer)
+    for number, step in enumerate(batches(2, 4, 1)):
+        mine = (
+            step[parallax.rank()]
+            if world_size > 1
+            else [tuple(map(torch.cat, zip(step[0][0], step[1][0], strict=True)))]
+        )
+        accumulate("s")(None, model, [optimizer], mine, number)
+        if number in (0, 2) and parallax.rank() == 0:
+            found = look(model, optimizer)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    parallax.shutdown()
+    return [found, weights]
+
+
+@pytest.mark.parametrize("kind", ["tables", "tied", "dense"])
+@pytest.mark.parametrize("look", [evaluated, saved, looked_at])
+def test_rank_0_alone(kind: str, look: Any) -> None:
+    ((found, weights),) = ranks.run(1, looking_alone, kind, look)
+    first, second = ranks.run(2, looking_alone, kind, look)
+    torch.testing.assert_close(first[0], found, rtol=1e-12, atol=1e-12)
+    for other in (first, second):
+        torch.testing.assert_close(other[1], weights, rtol=1e-12, atol=1e-12)
+
+
+def stopping_early(kind: str) -> Any:
+    torch.manual_seed(0)
+    model = Net(kind)
+    del model.spare
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    parallax.distribute(model, optimizer)
+    for number, step in enumerate(batches(2, 4, 1)):
+        if number == 2 and parallax.rank() == 0:
+            break
+        accumulate("s")(None, model, [optimizer], step[parallax.rank()], 0)
+    weights = {name: value.clone() for name, value in model.state_dict().items()} if parallax.rank() else None
+    parallax.shutdown()
+    return weights
+
+
+def until_one_stops(world_size: int) -> Case:
+    def model() -> nn.Module:
+        net = Net("tables")
+        del net.spare
+        return net
+
+    steps = [[micro[0] for micro in step] for step in batches(2, 4, 1)]
+    return Case(
+        model=model,
+        optimizers=lambda model: torch.optim.Adam(model.parameters(), lr=0.05),
+        batches=[*steps[:2], *([step[1]] for step in steps[2:])],
+        loss=squares,
+    )
+
+
+def test_rank_0_stops_early() -> None:
+    """With tables the others go on without its samples; in a model without, they stop and say who has left."""
+    _, weights = ranks.run(2, stopping_early, "tables")
+    torch.testing.assert_close(weights, oracle.one_process(until_one_stops(1)).weights[-1], rtol=1e-12, atol=1e-12)
+    first, second = ranks.run(2, stopping_early, "dense", expect_errors=True)
+    assert first.error is None
+    assert second.error == "PeerError", second
+    assert "rank 1 stops: another rank is gone" in second.text, second
+    assert "Rank 0 left no word: it has ended, or waits for no other rank" in second.text, second
 
 
 # -- hooks on parameters ------------------------------------------------------------------------------

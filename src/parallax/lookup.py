@@ -281,6 +281,7 @@ class Lookups:
         on_backward: Callable[[], None],
         on_samples: Callable[[int], None],
         on_use: Callable[..., None],
+        before_read: Callable[[], None],
         fail: Callable[[BaseException], Any],
     ) -> None:
         """
@@ -289,12 +290,14 @@ class Lookups:
             on_backward: told when a backward pass has reached a lookup.
             on_samples: told the leading dimension of each lookup's ids.
             on_use: told as `on_use(table, lookup=...)` before a table is looked up or after it was used otherwise.
+            before_read: told before something of whole tables is read.
             fail: tells the other ranks of an error, then raises it.
         """
         self._run_round = run_round
         self.on_backward = on_backward
         self.on_samples = on_samples
         self.on_use = on_use
+        self.before_read = before_read
         self.fail = fail
         self.stepping = False
         """An optimizer is running: tables are this rank's rows."""
@@ -322,6 +325,7 @@ class Lookups:
     def read_whole(self, table: Table, field: int = 0) -> torch.Tensor:
         """The whole tensor behind a field of a sharded table (see `Rounds.fields`), fetched from the owners."""
         assert table.partitioning is not None
+        self.before_read()
         keys = torch.arange(table.world_size, device=table.device)[:, None] * table.partitioning.stride
         held = [keys[r, 0] + torch.arange(n, device=table.device) for r, n in enumerate(table.partitioning.num_held)]
         positions = [table.partitioning.positions(k, owner) for owner, k in enumerate(held)]

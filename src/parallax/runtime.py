@@ -142,6 +142,7 @@ class Runtime:
             on_backward=self._on_backward,
             on_samples=self._on_samples,
             on_use=self._on_use,
+            before_read=self._before_read,
             fail=self.fail,
         )
         self.reads = WholeReads(self.lookups, self._run_round, lambda: self.rounds.tables, self._on_change)
@@ -318,6 +319,11 @@ class Runtime:
             self.profiles[table.name] = dataclasses.replace(profile, trainable=True)
             self._hook_parameter(table.parameter)
         if lookup and self.phase is Phase.FORWARD:
+            self._settle()
+
+    def _before_read(self) -> None:
+        """A rank may read alone what it wants to see of the model after a step, while the others go on to the next."""
+        if self.phase is Phase.FORWARD and self._stepped:
             self._settle()
 
     def _check_alive(self) -> None:
@@ -893,6 +899,7 @@ class Runtime:
             return [value]
         with self._failing():
             self._check_alive()
+            self._before_read()
             blob = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(self.comm.device)
             request = Request(flags=Flag.REDUCE, blob=blob)
             now = self._run_round(request)

@@ -74,6 +74,7 @@ class WholeReads:
 
     def norm(self, table: Table, order: float) -> torch.Tensor:
         """The norm of a table's whole gradient, equal on all ranks. One round serves all tables."""
+        self._lookups.before_read()
         tables = list(self._tables())
         now = [(t.grad, -1 if t.grad is None else t.grad._version) for t in tables]
         cached = self._norms.get(order)
