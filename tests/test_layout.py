@@ -34,6 +34,7 @@ ORDER = [
     "data",
     "api",
     "verification",
+    "auto",
     "_worker",
     "cli",
     "__init__",

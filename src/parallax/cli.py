@@ -11,9 +11,11 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import secrets
 import signal
 import socket
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Collection, Mapping, Sequence
@@ -42,7 +44,17 @@ examples:
 
 OMP_NUM_THREADS is set to the cores per worker, and GLOO_SOCKET_IFNAME to the loopback interface, unless the
 environment has them. The exit status is that of the worker that failed first (128 + n if signal n killed it),
-130 after Ctrl-C. For several machines, start the same program with torchrun."""
+130 after Ctrl-C. For several machines, start the same program with torchrun.
+
+--auto trains a program that does not know parallax: loops over a DataLoader in training mode read each worker's
+part, everything that optimizers train is distributed, and only worker 0 prints and saves. Evaluation
+(model.eval() or torch.no_grad()) sees all data on each worker. What is not understood ends with an error.
+  parallax run --auto --nproc 4 train.py
+The batch of a step is N batches of the DataLoader, one for each worker; with --split-batches it is one batch,
+divided among the workers: the numbers of `python train.py`."""
+
+NUM_LAST_LINES = 20
+"""Lines shown of what a worker printed that died without a traceback."""
 
 _VERIFY_DESCRIPTION = """\
 Train a few steps on several workers and the same steps on one device, and compare every parameter.
@@ -77,12 +89,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     run = commands.add_parser(
         "run",
         help="start a program on several workers of this machine",
-        usage="parallax run --nproc N [-m] [--] script.py [arg ...]",
+        usage="parallax run --nproc N [--auto [--split-batches]] [-m] [--] script.py [arg ...]",
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     run.add_argument("--nproc", type=_positive, required=True, metavar="N", help="number of workers")
+    run.add_argument("--auto", action="store_true", help="distribute a program that does not know parallax")
+    run.add_argument(
+        "--split-batches", action="store_true", help="with --auto: the batches of the program are divided among workers"
+    )
     run.add_argument("-m", "--module", action="store_true", help="the program is a module, as in `python -m`")
     run.add_argument("program", nargs=argparse.REMAINDER, help="the program and its arguments")
     _add_verify(commands)
@@ -94,9 +110,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         run.error("no program given; example: parallax run --nproc 4 train.py")
     if not args.module and not Path(program[0]).exists():
         run.error(f"no such file: {program[0]}")
-    command = [sys.executable, "-u", *(["-m"] if args.module else []), *program]
+    if args.split_batches and not args.auto:
+        run.error("--split-batches is for --auto; a program calls parallax.shard(loader, split_batches=True)")
+    worker_options = ["-m"] if args.module else []
     try:
-        return _launch(args.nproc, command)
+        if args.auto:
+            return _launch_auto(
+                args.nproc, [*(["--split-batches"] if args.split_batches else []), *worker_options, "--", *program]
+            )
+        return _launch(args.nproc, [sys.executable, "-u", *worker_options, *program])
     except KeyboardInterrupt:  # before there were workers
         return 128 + signal.SIGINT
 
@@ -181,8 +203,23 @@ def _positive(text: str, what: str = "workers") -> int:
     return number
 
 
-def _launch(nproc: int, command: Sequence[str]) -> int:
-    """Runs `command` on `nproc` workers to the end and returns the exit status."""
+def _launch_auto(nproc: int, arguments: Sequence[str]) -> int:
+    """Runs a program on workers of `parallax.auto`, which see what they share in one folder."""
+    seed = secrets.randbelow(2**32)
+    if os.environ.get("PYTHONHASHSEED", "random") == "random":  # a vocabulary made from a set is the same everywhere
+        os.environ["PYTHONHASHSEED"] = str(seed)
+    with tempfile.TemporaryDirectory(prefix="parallax-") as folder:
+        (Path(folder) / "turn").write_bytes(bytes(8))
+        command = [sys.executable, "-u", "-m", "parallax.auto", "--folder", folder, "--seed", str(seed), *arguments]
+        return _launch(nproc, command, Path(folder))
+
+
+def _launch(nproc: int, command: Sequence[str], hidden: Path | None = None) -> int:
+    """Runs `command` on `nproc` workers to the end and returns the exit status.
+
+    Args:
+        hidden: the folder where workers other than 0 print to.
+    """
     _set_defaults(nproc)
     # torch takes seconds to import; `parallax run --help` does not wait for it
     from torch.distributed import run as torchrun
@@ -211,7 +248,10 @@ def _launch(nproc: int, command: Sequence[str]) -> int:
     try:
         torchrun.run(options)
     except ChildFailedError as error:
-        line, status = _describe({rank: failure.exitcode for rank, failure in error.failures.items()}, ended)
+        exitcodes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        line, status = _describe(exitcodes, ended)
+        if hidden is not None:
+            print(_hidden_failure(hidden, exitcodes, ended), end="", file=sys.stderr, flush=True)
         print(f"parallax run: {line}", file=sys.stderr, flush=True)
         return status
     except SignalException as error:
@@ -279,6 +319,23 @@ def _describe(exitcodes: Mapping[int, int], ended: Collection[int]) -> tuple[str
     if others:
         line += f"; {_workers(others)} failed too"
     return line, code if code > 0 else 128 - code
+
+
+def _hidden_failure(folder: Path, exitcodes: Mapping[int, int], ended: Collection[int]) -> str:
+    """What has to be read of workers whose output is hidden: the first traceback, unless worker 0 printed one of its
+    own, else the last lines of a worker that came to another end than worker 0."""
+    errors = sorted(folder.glob("*.error"), key=lambda file: file.stat().st_mtime_ns)
+    if errors:
+        first = errors[0]
+        if (folder / "0.error") in errors:
+            return ""
+        return f"parallax: rank {first.stem} failed:\n{first.read_text()}"
+    for rank, code in exitcodes.items():
+        file = folder / f"{rank}.out"
+        if rank not in ended and code != exitcodes.get(0) and file.exists():
+            lines = file.read_text(errors="replace").splitlines()[-NUM_LAST_LINES:]
+            return "\n".join([f"parallax run: the last lines of worker {rank}:", *lines, ""])
+    return ""
 
 
 def _workers(ranks: Sequence[int]) -> str:

@@ -35,15 +35,16 @@ class PeerError(ParallaxError):
 
 def rank() -> int:
     """This worker's rank; 0 without a launcher."""
-    return dist.get_rank() if _initialized() else int(os.environ.get("RANK", "0"))
+    return dist.get_rank() if is_initialized() else int(os.environ.get("RANK", "0"))
 
 
 def world_size() -> int:
     """Number of workers; 1 without a launcher."""
-    return dist.get_world_size() if _initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    return dist.get_world_size() if is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def _initialized() -> bool:
+def is_initialized() -> bool:
+    """The process group is there, whoever made it."""
     return dist.is_available() and dist.is_initialized()
 
 
@@ -90,7 +91,7 @@ class Comm:
         self.where: Callable[[], str] = lambda: "starting"
         """Says how far this rank's training is, for errors of ranks that wait for each other in vain."""
         self.started_group = False
-        if world_size() > 1 and not _initialized():
+        if world_size() > 1 and not is_initialized():
             if device.type == "cuda":
                 torch.cuda.set_device(device)
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
@@ -111,7 +112,7 @@ class Comm:
     @property
     def alive(self) -> bool:
         """There are other ranks, and the program has not taken the process group down."""
-        return self.world_size > 1 and _initialized()
+        return self.world_size > 1 and is_initialized()
 
     # -- at the start -------------------------------------------------------------------------------
 

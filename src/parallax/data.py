@@ -348,7 +348,7 @@ class ShardedLoader(Sharded):
 
     def __init__(self, loader: DataLoader[Any], split_batches: bool, seed: int) -> None:
         super().__init__(loader)
-        self._split_batches, self._seed = split_batches, seed
+        self._split_batches, self.seed = split_batches, seed
         self._epoch = 0
         self._twin: DataLoader[Any] | None = None
         self._twin_cut: Cut | None = None
@@ -357,10 +357,18 @@ class ShardedLoader(Sharded):
         super().set_epoch(epoch)
         self._epoch = epoch
 
+    def whole(self) -> Iterator[Any]:
+        """A loop over all batches, in the same order on all ranks; it is not watched."""
+        return self._start(0, 1)[0]
+
+    def num_batches(self, rank: int) -> int:
+        """What `len()` is on `rank`."""
+        return self._len(rank, comm.world_size())
+
     def _start(self, rank: int, world_size: int) -> tuple[Iterator[Any], Callable[[Any], int | None]]:
         cut = self._cut(rank, world_size)
         if self._twin is None or self._twin_cut != cut:
-            self._twin, self._twin_cut = _twin(self._data, cut, self._seed), cut
+            self._twin, self._twin_cut = _twin(self._data, cut, self.seed), cut
         twin, epoch = self._twin, self._epoch
         self._epoch += 1
         if isinstance(twin.dataset, RankStream):

@@ -6,6 +6,7 @@ import collections
 import copy
 import dataclasses
 import inspect
+import weakref
 import zlib
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -26,6 +27,9 @@ class Rowwise:
     """Entries of the state with one row per row of the parameter."""
     reason: str = ""
 
+
+trials: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+"""Optimizers made here to try something: their steps are none of the program's."""
 
 _ROWS, _WIDTH, _STEPS = 5, 3, 3
 _PARTS = (range(_ROWS), (0, 2, 3), (1, 4))
@@ -113,6 +117,7 @@ def _sibling(
         trial.state = collections.defaultdict(dict)
         trial.param_groups = [{"params": [p]}]
     trial.param_groups[0].update(settings)
+    trials.add(trial)
     return trial
 
 
