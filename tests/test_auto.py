@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import parallax
-from parallax import ParallaxError, auto, cli
+from parallax import ParallaxError, auto, cli, comm
 from parallax.data import ShardedLoader
 
 LIMIT = 55.0
@@ -260,7 +260,7 @@ def test_a_program_has_the_numbers_of_one_device(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    run = start(TRAIN, "--split-batches", "program.py", "--workers", "1", "--folder", ".")
+    run = start(TRAIN, "program.py", "--workers", "1", "--folder", ".")
     _plain(tmp_path, TRAIN, "--folder", ".", monkeypatch=monkeypatch)
     expected = capsys.readouterr().out.split()
     status, out, err = run.wait()
@@ -278,7 +278,7 @@ def test_a_program_has_the_numbers_of_one_device(
 def test_several_models_with_whole_batches_on_each_worker(
     start: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = start(GAN, "-m", "program", "4", "out.pt")
+    run = start(GAN, "--scale-batches", "-m", "program", "4", "out.pt")
     _plain(tmp_path, GAN, "8", "out.pt", monkeypatch=monkeypatch)
     assert run.wait() == (0, "", "parallax: training Linear and Sequential on 2 workers\n")
     _assert_equal(torch.load(run.folder / "out.pt"), torch.load("out.pt"))
@@ -318,7 +318,7 @@ def test_what_is_not_understood_is_an_error_and_shown_once(start: Callable[..., 
 
 
 def test_decisions_by_a_workers_own_loss_are_noticed(start: Callable[..., Run]) -> None:
-    status, _, err = start(PLATEAU, "--split-batches", "program.py").wait()
+    status, _, err = start(PLATEAU, "program.py").wait()
     assert status == 1
     assert err.count("Traceback") == 1
     assert (
@@ -451,7 +451,7 @@ def test_a_length_that_turns_out_wrong(watched: auto.Auto, monkeypatch: pytest.M
     kind = "a training loop, of which each worker reads its part" if trains else "no training loop"
     assert str(caught.value) == (
         f"rank 0: --auto: len() of a DataLoader said {told} before its first loop; that is {kind}, and has {6 - told} "
-        f"batches. What was computed from the length would be wrong. With --split-batches both numbers are the same"
+        f"batches. What was computed from the length would be wrong. Without --scale-batches both numbers are the same"
     )
     assert (watched._length(other), len(list(watched._iter(other)))) == (2, 4)
 
@@ -531,7 +531,20 @@ def test_what_is_shown_of_hidden_workers(
     assert cli._hidden_failure(tmp_path, exitcodes, ended) == text
 
 
-def test_batches_are_split_by_option_only_with_auto(capsys: pytest.CaptureFixture[str]) -> None:
+def test_batches_are_scaled_by_option_only_with_auto(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        cli.main(["run", "--nproc=2", "--split-batches", __file__])
-    assert "--split-batches is for --auto; a program calls parallax.shard(loader, spl" in capsys.readouterr().err
+        cli.main(["run", "--nproc=2", "--scale-batches", __file__])
+    assert "--scale-batches is for --auto; parallax.shard(loader) does it by default" in capsys.readouterr().err
+
+
+def test_batches_that_cannot_be_divided(watched: auto.Auto, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer, _ = _training(watched)
+    watched._distribute()
+    monkeypatch.setattr(comm, "world_size", lambda: 4)
+    reading = auto._Reading(DataLoader(torch.ones(6, 2), batch_size=3), split_batches=True, seed=0)
+    with pytest.raises(ParallaxError) as caught:
+        next(watched._training_loop(reading))
+    assert str(caught.value) == (
+        "rank 0: --auto: parallax.shard: split_batches=True splits each batch over the ranks, but batch_size=3 is less "
+        "than the world size 4. With --scale-batches each worker takes whole batches of the DataLoader"
+    )

@@ -155,6 +155,23 @@ def test_an_exception_on_one_rank_is_everyones(tables: bool, failing_rank: int, 
     assert outcomes[failing_rank].seconds < ANNOUNCE_SECONDS, "it has waited for ranks that do not come"
 
 
+def fail_together(at_step: int) -> None:
+    ids = torch.tensor([1, 2, 3])
+
+    def on_step(number: int) -> None:
+        if number == at_step:
+            raise ValueError("boom")
+
+    train(Model(), [(ids, ids, ids)] * 5, on_step)
+
+
+@pytest.mark.parametrize("at_step", [1, 2, 4])
+def test_all_ranks_fail_at_once(at_step: int) -> None:
+    for outcome in ranks.run(3, fail_together, at_step, expect_errors=True):
+        assert (outcome.error, outcome.text) == ("ValueError", "boom"), outcome
+        assert outcome.seconds < ANNOUNCE_SECONDS, "it has waited for ranks that do not come"
+
+
 def test_an_exception_before_the_plan_is_applied() -> None:
     check_outcomes(ranks.run(2, fail_at, 0, 2, "raise", True, expect_errors=True), 0, "ValueError")
 

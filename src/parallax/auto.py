@@ -1,6 +1,6 @@
 """`parallax run --auto`: trains a program that has never heard of parallax. Each worker runs it through this file.
 
-    python -m parallax.auto --folder FOLDER --seed SEED [--split-batches] [-m] script.py arg ...
+    python -m parallax.auto --folder FOLDER --seed SEED [--scale-batches] [-m] script.py arg ...
 
 What the program is taken for:
 
@@ -403,7 +403,20 @@ class Auto:
 
     def _training_loop(self, reading: _Reading) -> Iterator[Any]:
         run, loop = self._running(), self._num_loops
-        if not isinstance(reading.part, ShardedLoader):
+        problem: str | None = None
+        try:
+            part = reading.part
+            batches = iter(part)
+        except ValueError as error:
+            problem = str(error)
+        if problem is not None:
+            run.fail(
+                ParallaxError(
+                    f"rank {self.rank}: --auto: {problem}. With --scale-batches each worker takes whole batches of the "
+                    f"DataLoader"
+                )
+            )
+        if not isinstance(part, ShardedLoader):
             run.fail(
                 ParallaxError(
                     f"rank {self.rank}: --auto: the DataLoader's sampler divides its data among ranks already; give "
@@ -414,7 +427,7 @@ class Auto:
         self._turns.loop()
         self._leave_word(reading, loop)
         num_steps, taken = run.traffic().num_steps, 0
-        for batch in reading.part:
+        for batch in batches:
             self._turns.batch()
             taken += 1
             yield batch
@@ -484,8 +497,8 @@ class Auto:
             self._running().fail(
                 ParallaxError(
                     f"rank {self.rank}: --auto: len() of a DataLoader said {reading.told} before its first loop; that "
-                    f"is {kind}, and has {number} batches. What was computed from the length would be wrong. With "
-                    f"--split-batches both numbers are the same"
+                    f"is {kind}, and has {number} batches. What was computed from the length would be wrong. Without "
+                    f"--scale-batches both numbers are the same"
                 )
             )
 
@@ -561,12 +574,12 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--seed", type=int, required=True)
-    parser.add_argument("--split-batches", action="store_true")
+    parser.add_argument("--scale-batches", action="store_true")
     parser.add_argument("-m", "--module", action="store_true")
     parser.add_argument("program", nargs=argparse.REMAINDER)
     options = parser.parse_args()
     program = options.program[1:] if options.program[:1] == ["--"] else options.program
-    auto = Auto(options.folder, split_batches=options.split_batches) if comm.world_size() > 1 else None
+    auto = Auto(options.folder, split_batches=not options.scale_batches) if comm.world_size() > 1 else None
     if auto is not None:
         # What a program does not seed must still be the same on all ranks: its weights, how it divides its data.
         torch.manual_seed(options.seed)

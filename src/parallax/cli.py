@@ -50,8 +50,8 @@ environment has them. The exit status is that of the worker that failed first (1
 part, everything that optimizers train is distributed, and only worker 0 prints and saves. Evaluation
 (model.eval() or torch.no_grad()) sees all data on each worker. What is not understood ends with an error.
   parallax run --auto --nproc 4 train.py
-The batch of a step is N batches of the DataLoader, one for each worker; with --split-batches it is one batch,
-divided among the workers: the numbers of `python train.py`."""
+The batch of a step is one batch of the DataLoader, divided among the workers: the numbers of `python train.py`. With
+--scale-batches it is N of them, one for each worker."""
 
 NUM_LAST_LINES = 20
 """Lines shown of what a worker printed that died without a traceback."""
@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     run = commands.add_parser(
         "run",
         help="start a program on several workers of this machine",
-        usage="parallax run --nproc N [--auto [--split-batches]] [-m] [--] script.py [arg ...]",
+        usage="parallax run --nproc N [--auto [--scale-batches]] [-m] [--] script.py [arg ...]",
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     run.add_argument("--nproc", type=_positive, required=True, metavar="N", help="number of workers")
     run.add_argument("--auto", action="store_true", help="distribute a program that does not know parallax")
     run.add_argument(
-        "--split-batches", action="store_true", help="with --auto: the batches of the program are divided among workers"
+        "--scale-batches", action="store_true", help="with --auto: each worker takes whole batches of the program"
     )
     run.add_argument("-m", "--module", action="store_true", help="the program is a module, as in `python -m`")
     run.add_argument("program", nargs=argparse.REMAINDER, help="the program and its arguments")
@@ -110,13 +110,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         run.error("no program given; example: parallax run --nproc 4 train.py")
     if not args.module and not Path(program[0]).exists():
         run.error(f"no such file: {program[0]}")
-    if args.split_batches and not args.auto:
-        run.error("--split-batches is for --auto; a program calls parallax.shard(loader, split_batches=True)")
+    if args.scale_batches and not args.auto:
+        run.error("--scale-batches is for --auto; parallax.shard(loader) does it by default")
     worker_options = ["-m"] if args.module else []
     try:
         if args.auto:
             return _launch_auto(
-                args.nproc, [*(["--split-batches"] if args.split_batches else []), *worker_options, "--", *program]
+                args.nproc, [*(["--scale-batches"] if args.scale_batches else []), *worker_options, "--", *program]
             )
         return _launch(args.nproc, [sys.executable, "-u", *worker_options, *program])
     except KeyboardInterrupt:  # before there were workers

@@ -208,9 +208,17 @@ class Comm:
         """Messages of different sizes may meet (`tell`)."""
         return self._point_to_point
 
-    def tell(self, header: torch.Tensor) -> None:
+    def tell(self, header: torch.Tensor, longest: int) -> None:
         """Sends the beginning of a header (int64, shape (n,)) to each rank, in place of an `exchange`: they read it in
-        their next one, whatever the length of the headers there. Returns when it has arrived."""
+        their next one, whatever the length of the headers there. Returns when it has arrived.
+
+        Args:
+            longest: length of the longest header that another rank may be sending.
+        """
+        # Taken in and not looked at: others that fail as well could not send theirs otherwise.
+        inboxes = [header.new_empty(longest) for _ in self.peers]
+        for inbox, peer in zip(inboxes, self.peers, strict=True):
+            self._receive(inbox, peer, tag=0)
         for peer in self.peers:
             self._send(header, peer, tag=0)
         self.finish_sends()
@@ -323,12 +331,17 @@ class Comm:
             words.append(f"Rank {rank} {word}")
         return "; ".join(words)
 
-    def close(self) -> None:
-        """Gives back the process groups that this object made."""
+    def close(self, *, wait: bool = True) -> None:
+        """Gives back the process groups that this object made.
+
+        Args:
+            wait: for what was sent to arrive; not after a failure, as the others may not take it in any more.
+        """
         if self.world_size == 1:
             return
-        with contextlib.suppress(RuntimeError):
-            self.finish_sends()
+        if wait:
+            with contextlib.suppress(RuntimeError):
+                self.finish_sends()
         for group in (self._rounds, self._buckets):
             with contextlib.suppress(Exception):
                 dist.destroy_process_group(group)

@@ -122,6 +122,7 @@ class Rounds:
         self.comm = comm
         self.describe_settings: Callable[[], str] = lambda: "no step"
         self.tables: list[Table] = []
+        self._most_tables = 0
         self.fields = fields
         self.num_rounds = 0
         self.version = 0
@@ -133,6 +134,7 @@ class Rounds:
 
     def run(self, request: Request) -> Round:
         """One round: every rank calls this once."""
+        self._most_tables = max(self._most_tables, len(self.tables))
         headers, bodies = self._pack(request)
         received, bodies = self.comm.exchange(headers, bodies, self._body_size)
         self.num_rounds += 1
@@ -168,7 +170,9 @@ class Rounds:
         Their plan may be older or newer than this rank's, so that headers have another length.
         """
         if self.comm.can_tell:
-            self.comm.tell(torch.tensor(self._fixed(Request(flags=Flag.FAILED), 0), dtype=torch.int64))
+            header = torch.tensor(self._fixed(Request(flags=Flag.FAILED), 0), dtype=torch.int64)
+            most_tables = max(self._most_tables, len(self.tables))
+            self.comm.tell(header, _FIXED + _PER_TABLE * most_tables)
         else:
             self.run(Request(flags=Flag.FAILED))
 

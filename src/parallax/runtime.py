@@ -1011,7 +1011,7 @@ class Runtime:
             for undo in self._unhook:
                 undo()
             self._unhook.clear()
-            self.comm.close()
+            self.comm.close(wait=self.failed is None)
             if _current is self:
                 _current = None
 
