@@ -401,3 +401,23 @@ def test_meta_tables() -> None:
         assert result["held"] == [5 - rank] * 2
         assert result["plan"]["a.weight"] == "sharded"
         assert torch.equal(a, results[0]["before"]["a.weight"])
+
+
+def placement_after_a_late_whole_use() -> list[str]:
+    """A spread table that is used whole when another parameter is new to the run: the plan is made again."""
+    model = Net()
+    parallax.distribute(model)
+    ids = torch.tensor([1, 4])
+    for step in range(4):
+        loss = model.a(ids).sum()
+        if step >= 2:
+            loss = loss + model.a.weight.square().sum() + model.first.weight.sum()
+        loss.backward()
+    model(ids)
+    plan = {p.name: p.placement.value for p in parallax.explain(model)}
+    with torch._C.DisableTorchFunctionSubclass():
+        return [plan["a.weight"], plan["first.weight"], str(model.a.weight.shape[0])]
+
+
+def test_the_plan_says_where_a_table_lives() -> None:
+    assert ranks.run(2, placement_after_a_late_whole_use) == [["sharded", "allreduce", n] for n in "32"]

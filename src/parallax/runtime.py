@@ -606,6 +606,10 @@ class Runtime:
                 by_rows = all(how.by_rows for how in self.optimizers.how_updated(table))
                 self.profiles[name] = dataclasses.replace(self.profiles[name], rowwise=by_rows)
         plan = self._make_plan()
+        # A table that is spread stays so, whatever it is used for later.
+        stays = [self._is_sharded(p.name) and p.placement is not Placement.SHARDED for p in plan]
+        parameters = tuple(self.plan[p.name] if s else p for p, s in zip(plan, stays, strict=True))
+        plan = dataclasses.replace(plan, parameters=parameters)
         for name, table in list(self.tables.items()):
             decided = plan[name]
             if table.placement is decided.placement or table.sharded:
