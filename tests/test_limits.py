@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -108,8 +109,6 @@ def create_graph(model: Model) -> None:
 BAD: dict[str, Callable[[Model], Any]] = {
     "max_norm": lambda model: F.embedding(IDS, model.items.weight, max_norm=1.0),
     "frequency": lambda model: F.embedding(IDS, model.items.weight, scale_grad_by_freq=True),
-    "hook": lambda model: model.items.weight.register_hook(print),
-    "post hook": lambda model: model.items.weight.register_post_accumulate_grad_hook(print),
     "create_graph": create_graph,
     "double": lambda model: model.double(),
     "half": lambda model: model.half(),
@@ -162,10 +161,18 @@ def by_frequency(how: str) -> None:
             model(IDS).sum().backward()
 
 
-@limit("`register_hook` and the like on a table's parameter")
-def test_hooks_on_tables() -> None:
-    for hook in ("hook", "post hook"):
-        check("NotImplementedError", "'items.weight'", "looked-up values", program=on_rank_1, args=(hook, 2))
+@limit("a hook on a parameter that changes its gradient, or sits on a table, on some ranks only")
+@pytest.mark.parametrize("name", ["items.weight", "layer.weight"])
+def test_hooks_on_some_ranks(name: str) -> None:
+    check("DisagreementError", "in hooks", "rank", program=hook_on_rank_1, args=(name,), by=None)
+
+
+def hook_on_rank_1(name: str) -> None:
+    model, _ = trained()
+    if parallax.rank() == 1:
+        dict(model.named_parameters())[name].register_hook(lambda grad: grad * 2)
+    for _ in range(2):
+        model(IDS).sum().backward()
 
 
 # -- backward -----------------------------------------------------------------------------------------
@@ -347,6 +354,66 @@ def leave_out(what: str, tables: bool) -> None:
             model(IDS if tables else torch.ones(3)).sum().backward()
         if left_out != "step":
             optimizer.step()
+
+
+@limit("`Config(lazy_rows=True)` with an optimizer whose update of a row depends on other rows")
+def test_lazy_rows_of_an_optimizer_across_rows() -> None:
+    check("ParallaxError", "'items.weight'", "Adafactor", "lazy_rows", program=lazy_rows, by=None)
+
+
+def lazy_rows() -> None:
+    model = Model()
+    optimizer = torch.optim.Adafactor(model.parameters())
+    parallax.distribute(model, optimizer, config=parallax.Config(lazy_rows=True))
+    for _ in range(3):
+        model(IDS).sum().backward()
+        optimizer.step()
+
+
+@limit("backward inside `parallax.no_sync()` on some ranks only")
+@pytest.mark.parametrize("tables", [True, False])
+def test_no_sync_on_some_ranks(tables: bool) -> None:
+    disagree("no_sync", tables, "parallax.no_sync")
+
+
+@limit("`optimizer.step()` after a backward inside `parallax.no_sync()`")
+def test_a_step_after_no_sync() -> None:
+    check("ParallaxError", "rank", "parallax.no_sync", "outside", program=misuse, args=("step", True), by=None)
+
+
+@limit("`parallax.reduce` on some ranks only, or with different operations or shapes")
+def test_reduce_on_some_ranks() -> None:
+    for tables in (True, False):
+        disagree("reduce", tables, "parallax.reduce")
+    for what in ("shapes", "operations"):
+        disagree(what, True, "same operation, shape and dtype")
+
+
+def disagree(what: str, tables: bool, says: str) -> None:
+    if tables:
+        check("DisagreementError", "rank", says, program=misuse, args=(what, tables), by=None)
+    else:  # the timeout notices, and says where each rank is
+        check("PeerError", "rank", "Rank 0 was waiting", program=misuse, args=(what, tables), by=None)
+
+
+def misuse(what: str, tables: bool) -> None:
+    """In the third step."""
+    model: nn.Module = Model() if tables else nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    parallax.distribute(model, optimizer, config=parallax.Config(timeout=3.0))
+    one = parallax.rank() == 1
+    for step in range(4):
+        late = step >= 2
+        if what == "reduce" and one and late:
+            parallax.reduce(1.0)
+        if what == "shapes" and late:
+            parallax.reduce(torch.zeros(parallax.rank() + 1))
+        if what == "operations" and late:
+            parallax.reduce(1.0, "sum" if one else "max")
+        with parallax.no_sync() if late and (what == "step" or (what == "no_sync" and one)) else nullcontext():
+            model(IDS if tables else torch.ones(3)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 # -- ranks without data -------------------------------------------------------------------------------

@@ -451,7 +451,7 @@ class OldStyle(torch.optim.Optimizer):
     """As in books: the state begins as a clone of the gradient, in lists, all under `.data`."""
 
     def __init__(self, params: Any, lr: float = 0.05) -> None:
-        super().__init__(params, dict(lr=lr, momentum=0.9))
+        super().__init__(params, {"lr": lr, "momentum": 0.9})
 
     def step(self) -> None:
         for group in self.param_groups:
