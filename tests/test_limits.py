@@ -17,7 +17,6 @@ import ranks
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import parallax
@@ -287,6 +286,8 @@ def test_several_devices() -> None:
 
 
 def several_devices() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode  # slow to import, and every rank imports this file
+
     model = Model()
     with FakeTensorMode():
         model.items = nn.Embedding(8, 3, device="cuda")
@@ -318,18 +319,17 @@ def meta(which: str, config: parallax.Config) -> None:
     "an optimizer that was first seen after the plan was made and does not update row by row (LAMB, Adafactor, Muon on "
     "a table)"
 )
-@pytest.mark.parametrize("kind", ["Adafactor", "Muon"])
-def test_an_optimizer_across_rows_that_comes_late(kind: str) -> None:
-    says = ("'items.weight'", kind, "parallax.distribute(model, optimizer)")
-    check("ParallaxError", *says, program=late_optimizer, args=(kind,), by=None)
+def test_an_optimizer_across_rows_that_comes_late() -> None:
+    says = ("'items.weight'", "Adafactor", "parallax.distribute(model, optimizer)")
+    check("ParallaxError", *says, program=late_optimizer, by=None)
 
 
-def late_optimizer(kind: str) -> None:
+def late_optimizer() -> None:
     model = Model()
     parallax.distribute(model)
     for _ in range(3):
         model(IDS).sum().backward()
-    getattr(torch.optim, kind)([model.items.weight], lr=0.1).step()
+    torch.optim.Adafactor([model.items.weight], lr=0.1).step()
 
 
 @limit("ranks that call `optimizer.step()` a different number of times")
@@ -400,7 +400,7 @@ def misuse(what: str, tables: bool) -> None:
     """In the third step."""
     model: nn.Module = Model() if tables else nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    parallax.distribute(model, optimizer, config=parallax.Config(timeout=3.0))
+    parallax.distribute(model, optimizer, config=parallax.Config(timeout=2.0))
     one = parallax.rank() == 1
     for step in range(4):
         late = step >= 2

@@ -518,6 +518,46 @@ def test_an_optimizer_with_state_of_its_own_keeps_tables_whole() -> None:
         assert "optimizer's update of a row depends" in reason
 
 
+# -- modules of torch ---------------------------------------------------------------------------------
+
+
+class Adaptive(nn.Module):
+    """A softmax in clusters, each used by the batches that have its words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(7, 8)
+        self.softmax = nn.AdaptiveLogSoftmaxWithLoss(8, 7, [2, 5], div_value=2.0)
+        self.double()
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.softmax(torch.tanh(self.words(ids[:, 0])), ids[:, 1]).loss
+
+
+class Complex(nn.Module):
+    """Complex numbers, which torch looks up by indexing alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entities = nn.Parameter(torch.randn(7, 3, dtype=torch.complex128))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        a, b = self.entities[ids].unbind(1)
+        return (a * b.conj()).sum(1).real
+
+
+def module(world_size: int, kind: Any) -> Case:
+    made = case(world_size, oracle.train_step, 4, model=kind)
+    if kind is Adaptive:
+        made.loss = lambda model, ids: model(ids)
+    return made
+
+
+@two_and_three
+def test_modules_of_torch(world_size: int) -> None:
+    oracle.check_all(world_size, [(module, Adaptive), (module, Complex)])
+
+
 # -- warnings -----------------------------------------------------------------------------------------
 
 

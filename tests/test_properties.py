@@ -381,14 +381,14 @@ def programs(draw: Any, world_size: int, uneven: bool = False) -> Program:
 sized_programs = st.integers(1, 4).flatmap(lambda n: st.tuples(st.just(n), programs(n)))
 
 
-@tried(25)
+@tried(20)
 @given(sized_programs)
 def test_random_programs(sized: tuple[int, Program]) -> None:
     world_size, program = sized
     oracle.check(world_size, make_case, program)
 
 
-@tried(10)
+@tried(8)
 @given(st.integers(2, 4).flatmap(lambda n: st.tuples(st.just(n), programs(n, uneven=True))), st.data())
 def test_random_programs_on_uneven_data(sized: tuple[int, Program], data: Any) -> None:
     world_size, program = sized
