@@ -1,7 +1,7 @@
 """Each row of the table in docs/limits.md is true: what it says happens, on all ranks, within seconds.
 
-A test stands for the row whose first cell it names: `@limit("first cell")`. A row without a test fails, and so
-does a test whose row is gone.
+A test stands for the row whose first cell it names: `@limit("first cell")`, or an entry of ELSEWHERE. A row without
+a test fails, and so does a test whose row is gone.
 """
 
 from __future__ import annotations
@@ -27,6 +27,14 @@ WITHIN = 10.0
 TESTED: dict[str, Callable[..., None]] = {}
 """The test of each row, by the row's first cell."""
 
+ELSEWHERE = {
+    "`torch.compile(fullgraph=True)` of something that looks up a table, or of the whole model": (
+        "test_compile.py",
+        "test_all_in_one_graph_is_an_error_on_all_ranks",
+    ),
+}
+"""Tests that are in other files, which every rank would have to import."""
+
 
 def limit(first_cell: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Registers a test as that of a row."""
@@ -40,17 +48,19 @@ def limit(first_cell: str) -> Callable[[Callable[..., None]], Callable[..., None
 
 
 def documented() -> list[str]:
-    """First cells of the table in docs/limits.md."""
+    """First cells of the first table in docs/limits.md; the one of `--auto` has its tests in test_auto.py."""
     text = (Path(__file__).parents[1] / "docs" / "limits.md").read_text()
-    rows = [line.removeprefix("| ").split(" | ")[0] for line in text.splitlines() if line.startswith("| ")]
-    assert rows[0] == "not supported"
-    return rows[1:]
+    table = text[text.index("| not supported |") :].split("\n\n")[0]
+    return [line.removeprefix("| ").split(" | ")[0] for line in table.splitlines()[2:]]
 
 
 def test_every_row_has_a_test() -> None:
     rows = set(documented())
-    assert not rows - TESTED.keys(), "rows without a test"
-    assert not TESTED.keys() - rows, "tests whose row is gone"
+    tested = TESTED.keys() | ELSEWHERE.keys()
+    assert not rows - tested, "rows without a test"
+    assert not tested - rows, "tests whose row is gone"
+    for file, test in ELSEWHERE.values():
+        assert f"def {test}(" in (Path(__file__).parent / file).read_text()
 
 
 def check(error: str, *says: str, program: Callable[..., None], args: tuple[Any, ...] = (), by: int | None = 1) -> None:
@@ -416,6 +426,33 @@ def misuse(what: str, tables: bool) -> None:
             model(IDS if tables else torch.ones(3)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+@limit(
+    "optimizers that differ between ranks: class, settings or state at `distribute`, settings (learning rate) in a step"
+)
+@pytest.mark.parametrize("what", ["class", "settings", "state", "step"])
+def test_optimizers_that_differ(what: str) -> None:
+    check("DisagreementError", "rank", "optimizer", program=different_optimizers, args=(what,), by=None)
+
+
+def different_optimizers(what: str) -> None:
+    """On rank 1."""
+    one = parallax.rank() == 1
+    model = Model()
+    kind = torch.optim.Adagrad if what == "class" and one else torch.optim.Adam
+    optimizer = kind(model.parameters(), lr=0.2 if what == "settings" and one else 0.1)
+    if what == "state" and one:
+        model(IDS).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    parallax.distribute(model, optimizer)
+    for step in range(4):
+        if what == "step" and one and step == 2:
+            optimizer.param_groups[0]["lr"] = 0.01
+        optimizer.zero_grad()
+        model(IDS).sum().backward()
+        optimizer.step()
 
 
 # -- ranks without data -------------------------------------------------------------------------------
