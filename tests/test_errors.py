@@ -215,6 +215,16 @@ def test_an_exception_inside_backward(world_size: int) -> None:
     check_outcomes(ranks.run(world_size, fail_in_backward, expect_errors=True), 1, "ValueError")
 
 
+def fail_alike() -> None:
+    train(Model(), [(torch.tensor([1, 2, 10]),) * 3] * 2)
+
+
+def test_ranks_that_all_fail_do_not_wait_for_each_other() -> None:
+    outcomes = ranks.run(3, fail_alike, expect_errors=True)
+    assert [o.error for o in outcomes] == ["IndexError"] * 3
+    assert all(o.seconds < 4 for o in outcomes), outcomes
+
+
 # -- wrong uses ---------------------------------------------------------------------------------------
 
 

@@ -20,6 +20,7 @@ import os
 import pickle
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -877,7 +878,9 @@ class Runtime:
 
             thread = threading.Thread(target=tell, daemon=True)
             thread.start()
-            thread.join(ANNOUNCE_SECONDS)
+            deadline = time.monotonic() + ANNOUNCE_SECONDS
+            while thread.is_alive() and time.monotonic() < deadline and not self.comm.all_failed():
+                thread.join(0.1)
         self.phase = Phase.ENDED
 
     # -- what the user asks for -------------------------------------------------------------------------
