@@ -298,7 +298,8 @@ class Model(torch.nn.Module):
 
 model = Model()
 parallax.distribute(model)  # without an optimizer: the first step of one imports half of torch
-print("pid", os.getpid(), flush=True)
+sys.stdout.write(f"pid {os.getpid()}\\n")  # at once: the ranks share the file
+sys.stdout.flush()
 for step in range(1, 100):
     x = torch.tensor([step % 10, 3])
     if step == 3 and parallax.rank() == 1:
