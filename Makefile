@@ -4,11 +4,11 @@ PYTHON ?= python3
 VENV ?= .venv
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo test lint types test-gpu clean
+.PHONY: help demo test lint types test-gpu test-compat fuzz clean
 .DEFAULT_GOAL := help
 
 help:  ## say what can be made
-	@sed -n 's/^\([a-z-]*\):.*##/\1 \t/p' Makefile | expand -t 12
+	@sed -n 's/^\([a-z-]*\):.*##/\1 \t/p' Makefile | expand -t 16
 
 demo: $(VENV)/.installed  ## train a language model on 4 workers and measure what they send (about two minutes)
 	$(VENV)/bin/parallax run --nproc 4 examples/lm/demo.py $(ARGS)
@@ -28,6 +28,14 @@ test-gpu: $(VENV)/.installed-dev  ## the tests that need CUDA devices
 	then $(VENV)/bin/python -m pytest -m gpu $(ARGS); \
 	else echo "no CUDA device here: nothing was tested"; fi
 
+test-compat: $(VENV)/.installed-compat  ## models of other libraries, which it installs
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -m compat $(ARGS)
+
+FUZZ ?= 300
+
+fuzz: $(VENV)/.installed-dev  ## random programs against one process, as many as FUZZ says
+	OMP_NUM_THREADS=1 FUZZ=$(FUZZ) $(VENV)/bin/python -m pytest tests/test_properties.py --timeout 0 $(ARGS)
+
 clean:  ## remove all that make and the tools made, .venv too
 	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist src/*.egg-info
 	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -44,4 +52,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
 $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo "installing into $(VENV) (PyTorch is a large download the first time)"
 	$(PIP) -e '.[dev]'
+	@touch $@
+
+$(VENV)/.installed-compat: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "installing into $(VENV) (PyTorch is a large download the first time)"
+	$(PIP) -e '.[dev,compat]'
 	@touch $@

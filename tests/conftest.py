@@ -11,13 +11,12 @@ torch.sparse.check_sparse_tensor_invariants.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` run when asked for (`-m gpu`), and are left out, not skipped, otherwise."""
-    if "gpu" in config.getoption("markexpr"):
-        return
-    gpu = [item for item in items if item.get_closest_marker("gpu")]
-    if gpu:
-        config.hook.pytest_deselected(items=gpu)
-        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+    """Tests marked `gpu` or `compat` run when asked for (`-m gpu`), and are left out, not skipped, otherwise."""
+    for mark in ("gpu", "compat"):
+        marked = [item for item in items if item.get_closest_marker(mark)]
+        if marked and mark not in config.getoption("markexpr"):
+            config.hook.pytest_deselected(items=marked)
+            items[:] = [item for item in items if not item.get_closest_marker(mark)]
 
 
 @pytest.fixture(scope="session", autouse=True)

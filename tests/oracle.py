@@ -276,6 +276,8 @@ def _difference(a: Any, b: Any, tolerance: dict[torch.dtype, float] | None) -> s
     a, b = ((t.to_dense() if t.is_sparse else t).cpu() for t in (a, b))
     if a.shape != b.shape or a.dtype != b.dtype:
         return f"expected {_brief(a)}, got {_brief(b)}"
+    if a.is_complex():
+        a, b = torch.view_as_real(a), torch.view_as_real(b)
     if tolerance is None:
         equal = torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
         return None if equal else f"differs by at most {_largest(a, b):.3g}"

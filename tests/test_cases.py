@@ -545,6 +545,7 @@ BAGS: list[tuple[torch.Tensor, dict[str, Any]]] = [
     (ids(3, 1, 4, 1, 5), {"offsets": ids(0, 0, 3, 5), "include_last_offset": True}),
     (ids(3, 1, 4, 1, 5), {"offsets": ids(0, 0, 3, 5), "include_last_offset": False}),
     (ids(3, 1, 4).int(), {"offsets": ids(0, 2).int()}),
+    (ids(3, 1, 4).int(), {"offsets": ids(0, 2)}),
     (torch.empty(0, 3, dtype=torch.int64), {}),
 ]
 WEIGHTED_BAGS: list[tuple[torch.Tensor, dict[str, Any]]] = [
@@ -1080,7 +1081,7 @@ def scheduled(world_size: int) -> Case:
     return Case(model=Scorer, batches=random_ids(world_size, 7, num_steps=4), loss=score, step=step)
 
 
-@up_to_three
+@every_world_size
 def test_case_23_schedulers(world_size: int) -> None:
     for traces in check_architectures(world_size, scheduled):
         for trace in traces:

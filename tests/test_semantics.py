@@ -333,41 +333,6 @@ def test_whether_an_optimizer_updates_row_by_row_is_tried(make: Any, by_rows: bo
         assert how.keys == keys
 
 
-def rank_skips(what: str) -> None:
-    model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    parallax.distribute(model, optimizer)
-    for step in range(6):
-        optimizer.zero_grad()
-        late = parallax.rank() == 1 and step == 3
-        if not (late and what == "backward"):
-            model(torch.ones(2)).sum().backward()
-        if not (late and what == "step"):
-            optimizer.step()
-
-
-@pytest.mark.parametrize("what", ["backward", "step"])
-def test_ranks_out_of_step_without_tables(what: str) -> None:
-    outcomes = ranks.run(2, rank_skips, what, expect_errors=True)
-    assert [o.error for o in outcomes] == ["DisagreementError"] * 2, [str(o) for o in outcomes]
-    assert "not at the same step" in outcomes[0].text
-
-
-def late_parameter() -> None:
-    model = nn.Sequential(nn.Embedding(4, 2))
-    parallax.distribute(model)
-    model.append(nn.Linear(2, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model(torch.tensor([1])).sum().backward()
-    optimizer.step()
-
-
-def test_parameters_that_come_late_are_an_error() -> None:
-    for outcome in ranks.run(2, late_parameter, expect_errors=True):
-        assert outcome.error in ("ParallaxError", "PeerError"), str(outcome)
-        assert "not in the model when parallax.distribute was called" in outcome.text
-
-
 def meta_tables() -> dict[str, Any]:
     with torch.device("meta"):
         model = nn.ModuleDict({"a": nn.Embedding(9, 3, padding_idx=2), "b": nn.Embedding(9, 3)})
@@ -401,3 +366,23 @@ def test_meta_tables() -> None:
         assert result["held"] == [5 - rank] * 2
         assert result["plan"]["a.weight"] == "sharded"
         assert torch.equal(a, results[0]["before"]["a.weight"])
+
+
+def placement_after_a_late_whole_use() -> list[str]:
+    """A spread table that is used whole when another parameter is new to the run: the plan is made again."""
+    model = Net()
+    parallax.distribute(model)
+    ids = torch.tensor([1, 4])
+    for step in range(4):
+        loss = model.a(ids).sum()
+        if step >= 2:
+            loss = loss + model.a.weight.square().sum() + model.first.weight.sum()
+        loss.backward()
+    model(ids)
+    plan = {p.name: p.placement.value for p in parallax.explain(model)}
+    with torch._C.DisableTorchFunctionSubclass():
+        return [plan["a.weight"], plan["first.weight"], str(model.a.weight.shape[0])]
+
+
+def test_the_plan_says_where_a_table_lives() -> None:
+    assert ranks.run(2, placement_after_a_late_whole_use) == [["sharded", "allreduce", n] for n in "32"]

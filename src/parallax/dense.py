@@ -183,7 +183,7 @@ class DenseGradients:
         for bucket in self.buckets:
             assert bucket.reduction is not None
             self._comm.wait(bucket.reduction)
-            *num_here, weight, num_out, x, xx, y, yy = bucket.tail.tolist()
+            *num_here, weight, num_out, x, xx, y, yy = bucket.tail.real.tolist()
             n, mine = self._comm.world_size, contribution.position
             together = all(  # no variance
                 (total, squares) == (n * p, n * p * p) for p, total, squares in zip(mine, (x, y), (xx, yy), strict=True)

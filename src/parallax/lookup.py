@@ -230,7 +230,7 @@ class _Apply(torch.autograd.Function):
                 NotImplementedError(
                     f"{lookup.table.name!r}: a backward pass with create_graph=True reaches the rows of a table; its "
                     f"gradient has no graph. Differentiate with respect to the looked-up values instead "
-                    f"(torch.autograd.grad(..., inputs=looked_up, create_graph=True))"
+                    f"(torch.autograd.grad(..., inputs=looked_up, create_graph=True)) (rank {lookup.table.rank})"
                 )
             )
         if not lookup.resolved:

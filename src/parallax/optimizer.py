@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from parallax.plan import Use
 from parallax.table import Table
@@ -56,16 +57,18 @@ def probe(optimizer: torch.optim.Optimizer, table: Table) -> Rowwise:
         ]
     except Exception as error:  # a closure is needed, or an optimizer that cannot be copied: it stays whole
         return Rowwise(False, reason=f"{type(optimizer).__name__} could not be tried on parts of a table: {error}")
-    states = [state for _, state in runs[0]]
+    if runs[0][0][2]:
+        return Rowwise(False, reason=f"{type(optimizer).__name__} keeps state of rows outside of its `state`")
+    states = [state for _, state, _ in runs[0]]
     keys = frozenset(
         key
         for key in states[0]
         if all(_num_rows(state.get(key)) == len(rows) for state, rows in zip(states, _PARTS, strict=True))
     )
-    for (whole, _), *parts in runs:
+    for (whole, *_), *parts in runs:
         updates = whole - start  # a small update would be lost in the parameter
         joined = torch.empty_like(updates)
-        for rows, (part, _) in zip(_PARTS[1:], parts, strict=True):
+        for rows, (part, *_) in zip(_PARTS[1:], parts, strict=True):
             joined[list(rows)] = part - start[list(rows)]
         if not torch.allclose(joined, updates, rtol=1e-4, atol=1e-6):
             return Rowwise(False, keys, f"{type(optimizer).__name__}'s update of a row depends on other rows")
@@ -84,7 +87,8 @@ def _train(
     touched: list[list[int]],
     rows: Collection[int],
     table: Table,
-) -> tuple[torch.Tensor, dict[str, Any]]:
+) -> tuple[torch.Tensor, dict[str, Any], bool]:
+    """(the stand-in trained, its state, whether something else in the optimizer has its rows)"""
     index = list(rows)
     p = torch.nn.Parameter(start[index].to(table.device))
     trial = _sibling(optimizer, group, p, _LEARNING_RATE)  # that of a warm-up may be too small to show differences
@@ -100,7 +104,9 @@ def _train(
         else:
             p.grad = part
         trial.step()
-    return p.detach().cpu(), dict(trial.state[p])
+    others = tree_leaves([value for key, value in vars(trial).items() if key not in ("state", "param_groups")])
+    hidden = any(_num_rows(value) == len(index) and value is not p for value in others)
+    return p.detach().cpu(), dict(trial.state[p]), hidden
 
 
 def _sibling(

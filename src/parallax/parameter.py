@@ -335,3 +335,10 @@ def _check_frequency(p: Any, scale_grad_by_freq: bool) -> None:
                 f"parallax.distribute is called, and then for all its lookups (rank {p._table.rank})"
             )
         )
+    if scale_grad_by_freq and p._table.dtype.itemsize < 4:
+        p._lookups.fail(
+            NotImplementedError(
+                f"{p._table.name!r}: scale_grad_by_freq=True with {p._table.dtype}: its counts would be rounded; keep "
+                f"the table in float32 (rank {p._table.rank})"
+            )
+        )

@@ -20,6 +20,7 @@ import os
 import pickle
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -606,6 +607,10 @@ class Runtime:
                 by_rows = all(how.by_rows for how in self.optimizers.how_updated(table))
                 self.profiles[name] = dataclasses.replace(self.profiles[name], rowwise=by_rows)
         plan = self._make_plan()
+        # A table that is spread stays so, whatever it is used for later.
+        stays = [self._is_sharded(p.name) and p.placement is not Placement.SHARDED for p in plan]
+        parameters = tuple(self.plan[p.name] if s else p for p, s in zip(plan, stays, strict=True))
+        plan = dataclasses.replace(plan, parameters=parameters)
         for name, table in list(self.tables.items()):
             decided = plan[name]
             if table.placement is decided.placement or table.sharded:
@@ -873,7 +878,9 @@ class Runtime:
 
             thread = threading.Thread(target=tell, daemon=True)
             thread.start()
-            thread.join(ANNOUNCE_SECONDS)
+            deadline = time.monotonic() + ANNOUNCE_SECONDS
+            while thread.is_alive() and time.monotonic() < deadline and not self.comm.all_failed():
+                thread.join(0.1)
         self.phase = Phase.ENDED
 
     # -- what the user asks for -------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from parallax.comm import Comm, DisagreementError, ParallaxError
+from parallax.comm import Comm, DisagreementError, ParallaxError, rank
 from parallax.config import Config
 from parallax.optimizer import state_summary
 from parallax.plan import ParameterProfile, Use
@@ -17,10 +17,13 @@ from parallax.table import Partitioning, Table
 
 
 def device_of(model: nn.Module) -> torch.device:
-    devices = {p.device for p in model.parameters() if not p.is_meta}
+    devices = {p.device: name for name, p in model.named_parameters() if not p.is_meta}
     if len(devices) > 1:
-        raise ParallaxError(f"the model's parameters are on several devices ({devices}); parallax needs one per worker")
-    return devices.pop() if devices else torch.device("cpu")
+        places = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
+        raise ParallaxError(
+            f"rank {rank()}: the model's parameters are on several devices ({places}); parallax needs one per worker"
+        )
+    return next(iter(devices), torch.device("cpu"))
 
 
 def first_profiles(model: nn.Module) -> dict[str, ParameterProfile]:

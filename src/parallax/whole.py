@@ -240,7 +240,7 @@ def _mutate(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     others = [x for x in flat if isinstance(x, torch.Tensor) and not isinstance(x, Whole) and x.dim() > 0]
     alike = all(w._table is wholes[0]._table for w in wholes)
     by_lists = name.startswith("_foreach_")
-    written = _written(func, args)
+    written = _written(func, args, kwargs)
     if any(w._field == "data" for w in wholes):
         wholes[0]._reads.flush()  # lookups made before see the rows as they were
     on_owners = _partners_are_alike(args) if by_lists else alike and not others
@@ -262,8 +262,7 @@ def _mutate(func: Any, name: str, args: Any, kwargs: Any) -> Any:
         out = func(*real[0], **real[1])
         for w in _whole_among(written):
             w._keep(fetched[id(w)][0])
-        if not any(out is fetched[id(w)][1] for w in wholes):
-            return out
+        return next((w for w in wholes if out is fetched[id(w)][1]), out)
     return None if not func._schema.returns else args[0]
 
 
@@ -292,10 +291,12 @@ def _partners_are_alike(args: Any) -> bool:
     return True
 
 
-def _written(func: Any, args: Any) -> list[Any]:
-    """The arguments that `func` writes to."""
+def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The arguments that `func` writes to, out=... too."""
     written: list[Any] = []
-    for argument, value in zip(func._schema.arguments, args, strict=False):
+    given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+    for argument in func._schema.arguments:
+        value = given.get(argument.name)
         if argument.alias_info is not None and argument.alias_info.is_write:
             written += value if isinstance(value, (list, tuple)) else [value]
     return written
