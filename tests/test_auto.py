@@ -538,12 +538,13 @@ def test_batches_are_scaled_by_option_only_with_auto(capsys: pytest.CaptureFixtu
 
 
 def test_batches_that_cannot_be_divided(watched: auto.Auto, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, optimizer, _ = _training(watched)
+    kept = _training(watched)
     watched._distribute()
     monkeypatch.setattr(comm, "world_size", lambda: 4)
     reading = auto._Reading(DataLoader(torch.ones(6, 2), batch_size=3), split_batches=True, seed=0)
     with pytest.raises(ParallaxError) as caught:
         next(watched._training_loop(reading))
+    del kept
     assert str(caught.value) == (
         "rank 0: --auto: parallax.shard: split_batches=True splits each batch over the ranks, but batch_size=3 is less "
         "than the world size 4. With --scale-batches each worker takes whole batches of the DataLoader"

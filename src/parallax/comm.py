@@ -278,16 +278,8 @@ class Comm:
         word = json.dumps([self.rank, type(error).__name__, str(error)])
         with contextlib.suppress(Exception):  # the store may be gone already; the first failure is the one to show
             store = dist.distributed_c10d._get_default_store()
-            store.set(f"{self._failed_key}/by/{self.rank}", "")
             if not store.check([self._failed_key]):
                 store.set(self._failed_key, word)
-
-    def all_failed(self) -> bool:
-        """Every other rank has failed by itself: there is nobody to tell."""
-        with contextlib.suppress(Exception):
-            store = dist.distributed_c10d._get_default_store()
-            return bool(store.check([f"{self._failed_key}/by/{peer}" for peer in self.peers]))
-        return False
 
     def peer_error(self, otherwise: str, patience: float = 0.0) -> PeerError:
         """The error to raise because another rank failed; waits up to `patience` seconds for its word."""

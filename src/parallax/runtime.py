@@ -20,7 +20,6 @@ import os
 import pickle
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -878,9 +877,7 @@ class Runtime:
 
             thread = threading.Thread(target=tell, daemon=True)
             thread.start()
-            deadline = time.monotonic() + ANNOUNCE_SECONDS
-            while thread.is_alive() and time.monotonic() < deadline and not self.comm.all_failed():
-                thread.join(0.1)
+            thread.join(ANNOUNCE_SECONDS)
         self.phase = Phase.ENDED
 
     # -- what the user asks for -------------------------------------------------------------------------
