@@ -156,16 +156,24 @@ class TestLookedUp:
         )
 
     def test_the_optimizer_needs_all_rows(self) -> None:
-        decided = _decide(HYBRID, rowwise=False, num_rows_touched=2.5)
+        decided = _decide(HYBRID, across_rows="LAMB's update of a row depends on other rows", num_rows_touched=2.5)
         assert (decided.placement, decided.owners) == (Placement.ALLREDUCE, ())
         assert decided.reason == (
-            "only looked up, a worker touches 2.5 of 1,000 rows (alpha 0.0025) in a step, but the "
-            "optimizer's update of a row depends on other rows, so every worker needs the whole gradient"
+            "only looked up, a worker touches 2.5 of 1,000 rows (alpha 0.0025) in a step, but "
+            "LAMB's update of a row depends on other rows, so every worker needs the whole gradient"
         )
 
     @pytest.mark.parametrize("config", [GATHER, DENSE], ids=["gather", "dense"])
     def test_every_worker_updates_all_rows_anyway(self, config: Config) -> None:
-        assert _decide(config, rowwise=False) == _decide(config)
+        assert _decide(config, across_rows="LAMB's update of a row depends on other rows") == _decide(config)
+
+    def test_lazy_rows(self) -> None:
+        lazy = Config(lazy_rows=True)
+        for decided in (_decide(lazy), make_plan([_profile()], world_size=1, config=lazy)["w"]):
+            assert decided.placement is Placement.SHARDED
+            assert "in a step, the only ones that are updated (lazy_rows): rows live on their owners" in decided.reason
+        with pytest.raises(ValueError, match="'w': Config.lazy_rows needs an optimizer that .* but LAMB's update"):
+            _decide(lazy, across_rows="LAMB's update of a row depends on other rows")
 
     @pytest.mark.parametrize("shape", [(1, 16), (3,), (1000, 1)])
     def test_small_tables_have_owners_too(self, shape: tuple[int, ...]) -> None:
@@ -179,9 +187,9 @@ class TestMeta:
         ("fields", "reason"),
         [
             ({"use": Use.NONE}, "; not used yet"),
-            ({"use": Use.NONE, "rowwise": False}, "; not used yet"),
+            ({"use": Use.NONE, "across_rows": "..."}, "; not used yet"),
             ({"trainable": False}, "; frozen, only rows travel"),
-            ({"trainable": False, "rowwise": False}, "; frozen, only rows travel"),
+            ({"trainable": False, "across_rows": "..."}, "; frozen, only rows travel"),
             ({}, "; a worker touches 50 of 1,000 rows (alpha 0.05) in a step, 4.8 KiB"),
             ({"use": Use.DENSE}, "; it is also used whole, and each whole read gathers it from all workers"),
             (
@@ -198,9 +206,9 @@ class TestMeta:
     @pytest.mark.parametrize("use", [Use.LOOKUP, Use.DENSE, Use.LOOKUP | Use.DENSE])
     def test_the_optimizer_needs_all_rows(self, use: Use) -> None:
         with pytest.raises(ValueError, match="'w' was built") as caught:
-            _decide(HYBRID, meta=True, rowwise=False, use=use)
+            _decide(HYBRID, meta=True, across_rows="LAMB's update of a row depends on other rows", use=use)
         assert str(caught.value) == (
-            "parameter 'w' was built on the meta device, to be split over the workers, but the optimizer's "
+            "parameter 'w' was built on the meta device, to be split over the workers, but LAMB's "
             "update of a row depends on other rows, so no worker can update its part alone; build it on a "
             "real device, or train it with an optimizer that updates row by row (SGD, Adagrad, Adam, AdamW, "
             "RMSprop, SparseAdam)"

@@ -43,7 +43,7 @@ class ParameterProfile:
     """What was observed of one parameter; equal on all ranks.
 
     `num_rows_touched` is the number of distinct rows that one worker looks up in one step, averaged
-    over the workers. `rowwise` says whether the optimizer's update of a row depends on that row alone.
+    over the workers. `across_rows` says why an optimizer cannot update a row by itself; empty if it can.
     `meta` marks a parameter that was built on the meta device and has never existed whole. `renormed` marks the
     weight of a module with max_norm: looking a row up changes it. `by_frequency` marks lookups with
     scale_grad_by_freq: the gradient of a row is divided by how often all workers looked it up.
@@ -55,7 +55,7 @@ class ParameterProfile:
     use: Use
     num_rows_touched: float = 0.0
     trainable: bool = True
-    rowwise: bool = True
+    across_rows: str = ""
     meta: bool = False
     renormed: bool = False
     by_frequency: bool = False

@@ -75,18 +75,15 @@ def _decide_dense(profile: ParameterProfile, world_size: int) -> tuple[Placement
 def _decide_looked_up(profile: ParameterProfile, world_size: int, config: Config) -> tuple[Placement, str]:
     seen = f"only looked up, a worker touches {_rows(profile)} in a step"
     if config.lazy_rows:
-        if not profile.rowwise:
+        if profile.across_rows:
             raise ValueError(
                 f"parameter {profile.name!r}: Config.lazy_rows needs an optimizer that updates row by row (SGD, "
-                f"Adagrad, Adam, AdamW, RMSprop), but the update of a row by its optimizer depends on other rows"
+                f"Adagrad, Adam, AdamW, RMSprop), but {profile.across_rows}"
             )
         seen += ", the only ones that are updated (lazy_rows)"
     if config.architecture == "hybrid":
-        if not profile.rowwise:
-            return Placement.ALLREDUCE, (
-                f"{seen}, but the optimizer's update of a row depends on other rows, so every worker needs "
-                f"the whole gradient"
-            )
+        if profile.across_rows:
+            return Placement.ALLREDUCE, (f"{seen}, but {profile.across_rows}, so every worker needs the whole gradient")
         here, there = Placement.SHARDED, Placement.ALLREDUCE
         how = "rows live on their owners"
     elif config.sparse_allreduce == "gather" or profile.by_frequency:
@@ -119,12 +116,11 @@ def _decide_meta(profile: ParameterProfile, world_size: int, config: Config) -> 
             f"Config.architecture={config.architecture!r} keeps every parameter on every worker; build it on "
             f"a real device, or use Config(architecture='hybrid')"
         )
-    if profile.trainable and profile.use and not profile.rowwise:
+    if profile.trainable and profile.use and profile.across_rows:
         raise ValueError(
-            f"parameter {profile.name!r} was built on the meta device, to be split over the workers, but the "
-            f"optimizer's update of a row depends on other rows, so no worker can update its part alone; "
-            f"build it on a real device, or train it with an optimizer that updates row by row (SGD, "
-            f"Adagrad, Adam, AdamW, RMSprop, SparseAdam)"
+            f"parameter {profile.name!r} was built on the meta device, to be split over the workers, but "
+            f"{profile.across_rows}, so no worker can update its part alone; build it on a real device, or train "
+            f"it with an optimizer that updates row by row (SGD, Adagrad, Adam, AdamW, RMSprop, SparseAdam)"
         )
     size = format_bytes(profile.num_bytes)
     reason = f"built on the meta device: each worker holds 1/{world_size} of its {size}"

@@ -603,8 +603,9 @@ class Runtime:
         self._undecided = False
         for name, table in self.tables.items():
             if table.use is Use.LOOKUP:
-                by_rows = all(how.by_rows for how in self.optimizers.how_updated(table))
-                self.profiles[name] = dataclasses.replace(self.profiles[name], rowwise=by_rows)
+                reasons = [how.reason for how in self.optimizers.how_updated(table) if not how.by_rows]
+                across_rows = reasons[0] if reasons else ""
+                self.profiles[name] = dataclasses.replace(self.profiles[name], across_rows=across_rows)
         plan = self._make_plan()
         # A table that is spread stays so, whatever it is used for later.
         stays = [self._is_sharded(p.name) and p.placement is not Placement.SHARDED for p in plan]
