@@ -549,3 +549,24 @@ def test_batches_that_cannot_be_divided(watched: auto.Auto, monkeypatch: pytest.
         "rank 0: --auto: parallax.shard: split_batches=True splits each batch over the ranks, but batch_size=3 is less "
         "than the world size 4. With --scale-batches each worker takes whole batches of the DataLoader"
     )
+
+
+def test_a_rank_is_past_a_batch_before_it_asks_for_the_next(watched: auto.Auto) -> None:
+    """Asking may wait for ranks that wait until rank 0 has decided whether to save."""
+
+    class Noting(torch.utils.data.Dataset[Any]):
+        def __len__(self) -> int:
+            return 3
+
+        def __getitem__(self, i: int) -> Any:
+            numbers.append(watched._turns._number)
+            return torch.ones(1)
+
+    numbers: list[int] = []
+    model, optimizer, _ = _training(watched)
+    for batch in watched._loop(DataLoader(Noting())):
+        numbers.append(watched._turns._number)
+        model(batch).sum().backward()
+        optimizer.step()
+    asked, got = numbers[::2], numbers[1::2]
+    assert [b > a for a, b in zip(got[:-1], asked[1:], strict=True)] == [True, True]

@@ -191,16 +191,18 @@ def test_ranks_that_wait_in_vain_say_where_each_is() -> None:
         assert outcome.seconds < 10, outcome
 
 
-def uneven_accumulation(kind: str) -> list[dict[str, torch.Tensor]]:
-    """Seven micro-batches of one sample, two to a step: rank 1 runs out of data in the middle of a step."""
+def uneven_accumulation(kind: str, num_samples: int) -> list[dict[str, torch.Tensor]]:
+    """Micro-batches of one sample, two to a step: rank 1 runs out of data at the start or in the middle of a step."""
     torch.manual_seed(0)
     model = Net(kind)
+    del model.spare  # without parameters that wait to be used, a dense model has no rounds
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
     alone = parallax.world_size() == 1
     parallax.distribute(model, optimizer)
-    data = [(ids[None], target[None]) for ids, target in zip(*batches(1, 1, 1, (7,))[0][0][0], strict=True)]
+    data = [(ids[None], target[None]) for ids, target in zip(*batches(1, 1, 1, (num_samples,))[0][0][0], strict=True)]
     micro = [
-        (torch.cat([a for a, _ in data[i : i + 2]]), torch.cat([b for _, b in data[i : i + 2]])) for i in (0, 2, 4, 6)
+        (torch.cat([a for a, _ in data[i : i + 2]]), torch.cat([b for _, b in data[i : i + 2]]))
+        for i in range(0, num_samples, 2)
     ]
     weights = []
     for number, batch in enumerate(
@@ -220,10 +222,11 @@ def _cat(samples: list[Any]) -> Any:
     return tuple(torch.cat(parts) for parts in zip(*samples, strict=True))
 
 
+@pytest.mark.parametrize("num_samples", [5, 7])
 @pytest.mark.parametrize("kind", ["tables", "dense"])
-def test_no_sync_on_ranks_that_run_out_of_data(kind: str) -> None:
-    (expected,) = ranks.run(1, uneven_accumulation, kind)
-    for found in ranks.run(2, uneven_accumulation, kind):
+def test_no_sync_on_ranks_that_run_out_of_data(kind: str, num_samples: int) -> None:
+    (expected,) = ranks.run(1, uneven_accumulation, kind, num_samples)
+    for found in ranks.run(2, uneven_accumulation, kind, num_samples):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -345,6 +348,7 @@ def reduced() -> list[Any]:
     values = [rank + 1, float(rank), torch.tensor([rank, -rank]), torch.tensor(rank / 4, dtype=torch.bfloat16)]
     for op in ("sum", "min", "max", "mean"):
         found += [parallax.reduce(value, op) for value in values]
+    found.append(parallax.reduce(float(rank == 2), weight=2**25 - (rank == 2)))  # which float32 rounds
     found.append(parallax.reduce(float("nan") if rank == 0 else float(rank), weight=rank))
     # each sample of an evaluation counts once, wherever it is
     loader = parallax.shard(torch.utils.data.DataLoader(torch.arange(7.0), batch_size=1))
@@ -363,7 +367,8 @@ def test_reduce() -> None:
     assert (alone, s, f, t.tolist(), float(b)) == (2.0, 6, 3.0, [3, -3], 0.75)
     assert (low_s, low_f, low_t.tolist(), float(low_b)) == (1, 0.0, [0, -2], 0.0)
     assert (high_s, high_f, high_t.tolist(), float(high_b)) == (3, 2.0, [2, 0], 0.5)
-    mean_s, mean_f, mean_t, mean_b, weighted_mean, *evaluation = rest
+    mean_s, mean_f, mean_t, mean_b, large_weights, weighted_mean, *evaluation = rest
+    assert large_weights == (2**25 - 1) / (3 * 2**25 - 1)
     assert (mean_s, mean_f, mean_t.tolist(), float(mean_b)) == (2.0, 1.0, [1.0, -1.0], 0.25)
     assert isinstance(s, int)
     assert (t.dtype, b.dtype, mean_b.dtype) == (torch.int64, torch.bfloat16, torch.bfloat16)
@@ -377,6 +382,7 @@ def test_reduce() -> None:
     ("args", "kwargs", "error", "text"),
     [
         ((1.0, "median"), {}, ValueError, "expected op 'sum', 'mean', 'min' or 'max', got 'median'"),
+        ((torch.ones(2, dtype=torch.complex64),), {}, TypeError, "expected real numbers, got torch.complex64"),
         (("1",), {}, TypeError, "expected a number or a tensor, got str"),
         ((1.0,), {"weight": -1}, ValueError, "expected a weight of at least 0, got -1"),
     ],
@@ -384,6 +390,61 @@ def test_reduce() -> None:
 def test_reduce_checks_its_arguments(args: Any, kwargs: Any, error: Any, text: str) -> None:
     with pytest.raises(error, match=f"parallax.reduce: {text}"):
         parallax.reduce(*args, **kwargs)
+
+
+# -- parameters that come late ------------------------------------------------------------------------
+
+
+class Holder(nn.Module):
+    """Is never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.late, self.last = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 1)
+
+
+class Late(nn.Module):
+    """Trained through `loss`, which calls no module that tells us of it."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.layers = Holder()
+        self.late = self.layers.late
+        if what != "layer":
+            self.layers.late, self.late = nn.Identity(), nn.Parameter(torch.tensor(0.7), what == "scalar")
+        self.double()
+
+    def loss(self, ids: torch.Tensor, targets: torch.Tensor, late: bool) -> torch.Tensor:
+        parallax.weight(len(ids))
+        h = torch.tanh(self.layers.first(torch.stack([ids, ids**2, ids + 1], 1).double() / 7))
+        if late:
+            h = h + self.layers.late(h) * (1 if isinstance(self.late, nn.Linear) else self.late)
+        return F.mse_loss(self.layers.last(h).squeeze(1), targets)
+
+
+def late_step(case: Case, model: Any, optimizers: Any, batch: Any, number: int) -> Any:
+    optimizers[0].zero_grad()
+    if number == 3:
+        model.late.requires_grad_()
+    model.loss(*batch, late=number >= 3).backward()
+    grads = oracle.read_gradients(model)
+    optimizers[0].step()
+    return grads
+
+
+def late(world_size: int, what: str) -> Case:
+    return Case(
+        model=lambda: Late(what),
+        optimizers=lambda model: torch.optim.Adam(model.parameters(), lr=0.05),
+        batches=[[micro[0] for micro in step] for step in batches(world_size, 7, 1, (4, 2))],
+        loss=lambda model, batch: model.loss(*batch, late=True),
+        step=late_step,
+    )
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_parameters_that_are_used_late(world_size: int) -> None:
+    oracle.check_all(world_size, [(late, what) for what in ("layer", "scalar", "frozen scalar")])
 
 
 # -- a rank alone -------------------------------------------------------------------------------------
@@ -683,14 +744,14 @@ def lazy_data(world_size: int) -> tuple[list[list[torch.Tensor]], list[list[torc
     return ids, targets
 
 
-def lazy(world_size: int, name: str, architecture: str) -> list[torch.Tensor]:
+def lazy(world_size: int, name: str, architecture: str, set_to_none: bool) -> list[torch.Tensor]:
     torch.manual_seed(0)
     model = nn.Embedding(7, 3, dtype=torch.float64)
     optimizer = LAZY[name](model.parameters())
     parallax.distribute(model, optimizer, config=parallax.Config(lazy_rows=True, architecture=architecture))
     weights = []
     for ids, targets in zip(*lazy_data(world_size), strict=True):
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none)
         F.mse_loss(model(ids[parallax.rank()]).sum(1), targets[parallax.rank()]).backward()
         optimizer.step()
         weights.append(model.state_dict()["weight"].clone())
@@ -700,7 +761,7 @@ def lazy(world_size: int, name: str, architecture: str) -> list[torch.Tensor]:
 
 
 def all_lazy(world_size: int, architecture: str) -> dict[str, list[torch.Tensor]]:
-    return {name: lazy(world_size, name, architecture) for name in LAZY}
+    return {name: lazy(world_size, name, architecture, n % 2 == 0) for n, name in enumerate(LAZY)}
 
 
 @pytest.mark.parametrize(

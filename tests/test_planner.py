@@ -172,7 +172,7 @@ class TestLookedUp:
         for decided in (_decide(lazy), make_plan([_profile()], world_size=1, config=lazy)["w"]):
             assert decided.placement is Placement.SHARDED
             assert "in a step, the only ones that are updated (lazy_rows): rows live on their owners" in decided.reason
-        with pytest.raises(ValueError, match="'w': Config.lazy_rows needs an optimizer that .* but LAMB's update"):
+        with pytest.raises(ValueError, match=r"'w': Config\.lazy_rows needs an optimizer that .* but LAMB's update"):
             _decide(lazy, across_rows="LAMB's update of a row depends on other rows")
 
     @pytest.mark.parametrize("shape", [(1, 16), (3,), (1000, 1)])

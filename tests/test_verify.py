@@ -344,6 +344,7 @@ def test_factories_that_return_something_else(made: Any, text: str, monkeypatch:
     [
         ({"nproc": 0}, "expected at least 1 worker and 1 step, got nproc=0, steps=5"),
         ({"dtype": "float16"}, "dtype: expected 'float64' | 'keep', got 'float16'"),
+        ({"config": parallax.Config(lazy_rows=True)}, "Config.lazy_rows is other mathematics than one device's"),
         ({"tolerance": -1.0}, "tolerance: expected a number of at least 0, got -1.0"),
     ],
 )

@@ -131,7 +131,7 @@ def reduce(
     loop, where all are together again, each sample has counted once.
 
     Args:
-        value: a float, an int, or a tensor (any shape and dtype, the same on all workers).
+        value: a float, an int, or a tensor of real numbers (any shape and dtype, the same on all workers).
         op: "sum", "min", "max" element by element, or "mean": the sum of the values times their weights, divided by the
             sum of the weights.
         weight: for "mean", e.g. the number of samples that `value` is a mean of. A value of weight 0 may be NaN.
@@ -147,6 +147,8 @@ def reduce(
         raise ValueError(f"parallax.reduce: expected op 'sum', 'mean', 'min' or 'max', got {op!r}")
     if isinstance(value, bool) or not isinstance(value, (int, float, torch.Tensor)):
         raise TypeError(f"parallax.reduce: expected a number or a tensor, got {type(value).__name__}")
+    if isinstance(value, torch.Tensor) and (value.is_complex() or value.dtype == torch.bool):
+        raise TypeError(f"parallax.reduce: expected real numbers, got {value.dtype}")
     number = float(weight)
     if not 0 <= number < float("inf"):
         raise ValueError(f"parallax.reduce: expected a weight of at least 0, got {number:g}")
@@ -155,12 +157,16 @@ def reduce(
     parts = [(op, mine, number)] if active is None else active.gather((op, mine, number))
     kinds = {(o, tuple(v.shape), v.dtype) for o, v, _ in parts}
     if len(kinds) > 1:
-        rank = 0 if active is None else active.comm.rank
-        raise DisagreementError(
-            f"rank {rank}: every rank must call parallax.reduce with the same operation, shape and dtype, but they "
-            f"differ: {sorted(kinds, key=str)}"
+        assert active is not None, "one worker agrees with itself"
+        active.fail(  # workers without data do not know
+            DisagreementError(
+                f"rank {active.comm.rank}: every rank must call parallax.reduce with the same operation, shape and "
+                f"dtype, but they differ: {sorted(kinds, key=str)}"
+            )
         )
-    joint = _reduced(torch.stack([v for _, v, _ in parts]), op, torch.tensor([w for *_, w in parts]).double())
+    joint = _reduced(
+        torch.stack([v for _, v, _ in parts]), op, torch.tensor([w for *_, w in parts], dtype=torch.float64)
+    )
     return joint.to(value.device) if isinstance(value, torch.Tensor) else joint.item()  # type: ignore[return-value]
 
 

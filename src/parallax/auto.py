@@ -428,9 +428,9 @@ class Auto:
         self._leave_word(reading, loop)
         num_steps, taken = run.traffic().num_steps, 0
         for batch in batches:
-            self._turns.batch()
             taken += 1
             yield batch
+            self._turns.batch()  # before the next one is asked for, which may wait for ranks that wait for this
         self._turns.loop()
         if taken and run.traffic().num_steps == num_steps:
             run.fail(
@@ -599,7 +599,11 @@ def main() -> None:
             if not getattr(sys.flags, "safe_path", False):  # since Python 3.11
                 sys.path[0] = os.path.dirname(os.path.realpath(program[0]))
             result = runpy.run_path(program[0], run_name="__main__")
-    except (SystemExit, KeyboardInterrupt):
+    except SystemExit as end:
+        if auto is not None and not end.code:
+            auto.finish()
+        raise
+    except KeyboardInterrupt:
         raise
     except BaseException as error:
         error = _without_our_frames(error)

@@ -13,6 +13,7 @@ import datetime
 import itertools
 import json
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -102,12 +103,26 @@ class Comm:
         self._rounds: dist.ProcessGroup | None = None
         self._buckets: dist.ProcessGroup | None = None
         if self.world_size > 1:
+            self._check_devices()
             limit = datetime.timedelta(seconds=timeout)
             self._rounds = dist.new_group(timeout=limit)
             self._buckets = dist.new_group(timeout=limit)
         self._point_to_point = device.type == "cpu"
         # All ranks look under the same key, whatever runs each process had before.
         self._failed_key = f"parallax/{self.all_gather(next(_runs))}/failed"
+
+    def _check_devices(self) -> None:
+        """NCCL cannot run two workers on one device. The store needs no NCCL to ask."""
+        if self.device.type == "cpu":
+            return
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"parallax/device/{self.rank}", f"{socket.gethostname()} {self.device}")
+        places = [store.get(f"parallax/device/{rank}").decode() for rank in range(self.world_size)]
+        if len(set(places)) < len(places):
+            raise DisagreementError(
+                f"rank {self.rank}: two workers use the same device ({places}). Choose it before building the model: "
+                f'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))'
+            )
 
     @property
     def alive(self) -> bool:
@@ -216,12 +231,12 @@ class Comm:
             longest: length of the longest header that another rank may be sending.
         """
         # Taken in and not looked at: others that fail as well could not send theirs otherwise.
-        inboxes = [header.new_empty(longest) for _ in self.peers]
-        for inbox, peer in zip(inboxes, self.peers, strict=True):
-            self._receive(inbox, peer, tag=0)
+        inboxes = [(p, header.new_empty(longest)) for p in self.peers]
+        taking = [(inbox, self._receive(inbox, peer, tag=0)) for peer, inbox in inboxes]
         for peer in self.peers:
             self._send(header, peer, tag=0)
         self.finish_sends()
+        taking.clear()  # not before: with its handle goes the buffer
 
     def swap(self, outgoing: Sequence[torch.Tensor], sizes: Sequence[int], count: bool = True) -> list[torch.Tensor]:
         """Sends `outgoing[r]` (uint8) to each rank r and returns the `sizes[r]` bytes that r sends here."""

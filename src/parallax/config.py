@@ -31,11 +31,11 @@ class Config:
     for dense and sparse parameters."""
 
     lazy_rows: bool = False
-    """Optimizers update only those rows of a looked-up parameter that were looked up since its gradient was last
-    cleared, and only these rows' state decays. **This is other mathematics than one device's** for optimizers that
-    move rows without a gradient (momentum, Adam, weight decay); it is what `sparse=True` does with SGD or SparseAdam,
-    for every optimizer that updates row by row. Counters such as Adam's `step` are the table's, not a row's. On one
-    worker it means the same."""
+    """Optimizers update only those rows of a looked-up parameter whose gradient is not zero, and only these rows'
+    state decays. **This is other mathematics than one device's** for optimizers that move rows without a gradient
+    (momentum, Adam, weight decay); it is what `sparse=True` does with SGD or SparseAdam, for every optimizer that
+    updates row by row. Counters such as Adam's `step` are the table's, not a row's. Tables that are also used whole
+    are updated as ever. On one worker it means the same."""
 
     timeout: float = 600.0
     """Seconds to wait for a silent worker before all workers stop with an error; more than 0."""

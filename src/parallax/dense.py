@@ -165,7 +165,8 @@ class DenseGradients:
         elif bucket.reduction is not None:
             raise NotImplementedError(
                 "its gradient came again after it was sent, as that of a parameter used in several segments under "
-                "checkpoint(..., use_reentrant=True) does; use checkpoint(..., use_reentrant=False)"
+                "checkpoint(..., use_reentrant=True) does, or after a backward pass that failed; use "
+                "checkpoint(..., use_reentrant=False)"
             )
         if not bucket.fine:
             bucket.fill(i, contribution.scale)
@@ -201,7 +202,8 @@ class DenseGradients:
             bucket = self.buckets[self._next]
             bucket.complete(c.scale)
             facts = (c.weight, float(c.out), *(float(p**e) for p in c.position for e in (1, 2)))
-            bucket.tail.copy_(torch.tensor([*map(float, bucket.here), *facts], dtype=bucket.tail.dtype))
+            tail = torch.tensor([*map(float, bucket.here), *facts], dtype=bucket.tail.dtype)
+            bucket.tail.copy_(tail, non_blocking=True)  # on CUDA, a blocking copy would wait for the backward pass
             bucket.reduction = self._comm.all_reduce(bucket.buffer)
             self._next += 1
 

@@ -36,7 +36,7 @@ class _Hooks(collections.OrderedDict[int, Any]):
             self[number] = hook
 
     def __setitem__(self, number: int, hook: Any) -> None:
-        self._run.any = True
+        self._run.registered = True
         super().__setitem__(number, _Later(hook, self._run.hold))
 
     def set_own(self, number: int, hook: Callable[..., Any]) -> None:
@@ -63,7 +63,7 @@ class ParameterHooks:
             on_change: told when a hook has changed a gradient, which it has to do on all ranks.
         """
         self.hold, self._on_change = holds, on_change
-        self.any = False
+        self.registered = False
         """A hook was put on a parameter, at some time."""
         self._on_gradient: dict[nn.Parameter, _Hooks] = {}
         self._after: dict[nn.Parameter, _Hooks] = {}
@@ -81,7 +81,13 @@ class ParameterHooks:
 
     def waits(self, p: nn.Parameter) -> bool:
         """Whether `p` has hooks that want its gradient."""
-        return self.any and p in self._on_gradient and bool(self._on_gradient[p].of_user())
+        return self.registered and p in self._on_gradient and bool(self._on_gradient[p].of_user())
+
+    @property
+    def any(self) -> bool:
+        """Whether there are hooks of the user."""
+        both = (self._on_gradient, self._after)
+        return self.registered and any(hooks.of_user() for kind in both for hooks in kind.values())
 
     def on_gradient(self, p: nn.Parameter, grad: torch.Tensor) -> torch.Tensor:
         """What the hooks make of a gradient of `p` before it is accumulated."""

@@ -57,7 +57,7 @@ class Repeats:
 
     def repeat(self, recorded: torch.Tensor) -> None:
         """Runs a step that `record` wrote down on another rank."""
-        step = torch.load(io.BytesIO(recorded.cpu().numpy().tobytes()), weights_only=False)
+        step = torch.load(io.BytesIO(recorded.cpu().numpy().tobytes()), map_location="cpu", weights_only=False)
         if step["optimizer"] >= len(self._optimizers):
             raise ParallaxError(
                 f"rank {self._rank} ran out of data before its first optimizer step and does not know the "
@@ -65,7 +65,10 @@ class Repeats:
             )
         optimizer = self._optimizers[step["optimizer"]]
         for group, settings in zip(optimizer.param_groups, step["groups"], strict=True):
-            group.update(settings)
+            for key, value in settings.items():
+                own = group.get(key)
+                both = isinstance(value, torch.Tensor) and isinstance(own, torch.Tensor)
+                group[key] = value.to(own.device) if both and own is not None else value
         for name, grad in step["grads"].items():
             p = self._parameters[name]
             p.grad = None if grad is None else grad.to(p.device)

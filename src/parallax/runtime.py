@@ -41,7 +41,6 @@ from parallax.repeats import Repeats
 from parallax.rounds import NO_FLAG, Flag, Request, Round, Rounds
 from parallax.samples import Samples
 from parallax.startup import (
-    check_devices,
     check_same_model,
     check_same_optimizers,
     device_of,
@@ -160,6 +159,8 @@ class Runtime:
         """Parameters with a gradient on any rank in the latest backward pass."""
         self._held_back = False
         """Dense gradients of earlier backward passes are this rank's part of a sum over all ranks."""
+        self._ever_kept = False
+        """A backward pass ran inside `parallax.no_sync`: from then on ranks without data expect rounds."""
         self._sparse: set[nn.Parameter] = set()
         """Bucketed parameters whose gradients are COO tensors."""
         self.dense = self._buckets([], self.hooks)
@@ -184,6 +185,8 @@ class Runtime:
         self.repeats = Repeats(self.comm.rank, self.parameters, self.tables, self.optimizers, self.reads)
         self._order: list[str] = []
         """Names of dense parameters in the order in which their gradients arrive."""
+        self._others: list[str] = []
+        """Names of parameters that are nothing to look up in: of no dimension, complex, of a class of their own."""
         self.profiles = first_profiles(model)
         self._undecided = False
         """What was seen is agreed, and waits for `_settle`."""
@@ -196,7 +199,6 @@ class Runtime:
                     make_rows(self.comm, model, table, (0,), config)
             return
         with self._failing():
-            check_devices(self.comm)
             check_same_model(self.comm, self.profiles)
             self.comm.broadcast([p.data for p in self.names if not p.is_meta] + list(model.buffers()))
             self._adopt_parameters()
@@ -226,7 +228,10 @@ class Runtime:
                     self._shard(table, plan.owners)
                 else:
                     adopt(p, WatchedParameter, table, self.lookups, self.reads)
-            if p.requires_grad and plan.placement is not Placement.SHARDED:
+            elif p.is_floating_point() or p.is_complex():
+                self._others.append(name)
+            may_train = p.requires_grad or name in self._others
+            if may_train and plan.placement is not Placement.SHARDED:
                 self._hook_parameter(p)
         self._refresh()
 
@@ -246,8 +251,11 @@ class Runtime:
 
         self.hooks.take_over(p, own=self._on_dense_gradient)
         with torch._C.DisableTorchFunctionSubclass():
+            frozen = not p.requires_grad
+            p.requires_grad_()  # it may be thawed later, unseen
             # On the node, not on the tensor: torch.autograd.grad() runs a tensor's hooks but accumulates nothing.
             node = torch.autograd.graph.get_gradient_edge(p).node
+            p.requires_grad_(not frozen)
             self._accumulators.append(node)
             self._unhook.append(node.register_prehook(as_it_is(before_accumulating)).remove)
 
@@ -259,7 +267,7 @@ class Runtime:
         for p in self.names:
             self.hooks.take_over(p)
         self._unhook.append(self.hooks.let_go)
-        for module in (self.model, *self.model.children()):  # training may go through model.loss(...)
+        for module in _called(self.model):
             hook = _ModuleHook(functools.partial(self._pre_forward, module is self.model))
             self._unhook.append(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
         for module in self.model.modules():
@@ -267,7 +275,9 @@ class Runtime:
         previous = sys.excepthook
 
         def on_uncaught(kind: Any, error: Any, traceback: Any) -> None:
-            if isinstance(error, PeerError) or (isinstance(error, DisagreementError) and self.comm.rank > 0):
+            if isinstance(error, PeerError) or (
+                isinstance(error, DisagreementError) and self.comm.rank > 0 and self.failed is not None
+            ):
                 print(f"parallax: {error}", file=sys.stderr, flush=True)
                 return
             if not issubclass(kind, KeyboardInterrupt):
@@ -363,6 +373,8 @@ class Runtime:
     def _on_backward(self) -> None:
         if not self._queued:
             if self.phase is not Phase.BACKWARD:
+                if self.lookups.num_awaited <= 0:
+                    self._settle()  # else at the next lookup: gradients on their way are for the plan as it is
                 self._counts = self._contribution()
                 self._keeping = self._held_back or self._keeps_dense()
             self._queued, self.phase = True, Phase.BACKWARD
@@ -378,8 +390,6 @@ class Runtime:
             return
         self._queued, self.phase = False, Phase.CLOSING
         with self._failing():
-            if not any(table.contributions for table in self.tables.values()):
-                self._settle()  # else at the next lookup: these gradients are for the plan as it is
             for p in list(self._loose):
                 if self.dense.ready(p, self._contribution()):
                     del self._loose[p]
@@ -400,6 +410,9 @@ class Runtime:
                     closing = self._run_round(dataclasses.replace(request, pushes=()))
                 self._finish_step(closing)
             else:
+                if self._loose:
+                    names = [self.names[p] for p in self._loose]
+                    raise ParallaxError(f"rank {self.comm.rank}: gradients of {names} have no bucket and no round")
                 self._updated.clear()
                 self._finish_dense(self._contribution())
                 self._bring_back()
@@ -478,11 +491,12 @@ class Runtime:
     def _agreed_to_keep(self, flags: Sequence[Flag]) -> bool:
         """Whether the dense gradients of this backward pass stay where they are."""
         keeping = {bool(f & Flag.LOCAL) for f in flags if f & Flag.DONE}
+        self._ever_kept |= True in keeping
         if len(keeping) > 1:
             who = [rank for rank, f in enumerate(flags) if f & Flag.LOCAL]
             raise DisagreementError(
                 f"rank {self.comm.rank}: every rank must run a backward pass inside parallax.no_sync or none, but only "
-                f"ranks {who} did"
+                f"ranks {who} did (or the others have hooks on parameters, which want to see each exchanged)"
             )
         return keeping == {True}
 
@@ -491,9 +505,10 @@ class Runtime:
         with torch.no_grad():
             if not self._held_back:  # what was reduced is whole on every rank
                 for p in filter(self.dense.knows, self.parameters.values()):
-                    earlier = self._before.get(p, None if p in self._kept else p.grad)
-                    if earlier is not None:
-                        earlier.div_(self.comm.world_size)
+                    if p in self._before:
+                        self._before[p] = self._before[p] / self.comm.world_size
+                    elif p not in self._kept and p.grad is not None:
+                        p.grad = p.grad / self.comm.world_size
                 self._held_back = True
             for p in self._kept:
                 if p.grad is None:
@@ -587,6 +602,7 @@ class Runtime:
                 table.layouts |= s.layouts
                 if s.dense_gradient:
                     table.use |= Use.DENSE
+            table.lazy = self.config.lazy_rows and Use.DENSE not in table.use
             if self._is_new(table) or table.use & Use.DENSE:
                 self.profiles[name] = dataclasses.replace(
                     self.profiles[name],
@@ -606,6 +622,10 @@ class Runtime:
                 reasons = [how.reason for how in self.optimizers.how_updated(table) if not how.by_rows]
                 across_rows = reasons[0] if reasons else ""
                 self.profiles[name] = dataclasses.replace(self.profiles[name], across_rows=across_rows)
+        if self.config.lazy_rows:
+            for number in range(len(self.optimizers)):
+                self._check_by_rows(self.optimizers[number])
+        self._order += [name for name in self._others if name not in self._order]  # used or not: they are small
         plan = self._make_plan()
         # A table that is spread stays so, whatever it is used for later.
         stays = [self._is_sharded(p.name) and p.placement is not Placement.SHARDED for p in plan]
@@ -634,7 +654,6 @@ class Runtime:
     def _shard(self, table: Table, owners: Sequence[int]) -> None:
         table.partitioning = Partitioning(table.num_rows, owners, self.comm.world_size, self.comm.device)
         grad = table.grad
-        touched = table.touched() if table.lazy and grad is not None else None
         if grad is not None:
             table.grad = None
         for optimizer in self.optimizers.of(table):
@@ -643,8 +662,6 @@ class Runtime:
         if grad is not None:
             kept = table.own_rows(grad)
             table.grad = kept.coalesce() if kept.layout == torch.sparse_coo else kept
-            if touched is not None:
-                table.touch(table.own_rows(touched))
         table.forget_leases()
         adopt(table.parameter, ShardedParameter, table, self.lookups, self.reads)
 
@@ -672,7 +689,12 @@ class Runtime:
 
     def _needs_rounds(self) -> bool:
         first = self._reference_samples is None  # nothing is agreed yet
-        return first or self._uneven or any(t.parameter.requires_grad or t.sharded for t in self._exchanged())
+        return (
+            first
+            or self._uneven
+            or self._ever_kept
+            or any(t.parameter.requires_grad or t.sharded for t in self._exchanged())
+        )
 
     # -- optimizers ---------------------------------------------------------------------------------
 
@@ -863,6 +885,7 @@ class Runtime:
         if self.failed is not None or self.comm.world_size == 1:
             return
         self.failed = error
+        self.optimizers.widen()
         if isinstance(error, PeerError):  # the rank that failed first has told everyone
             self.phase = Phase.ENDED
             return
@@ -892,6 +915,7 @@ class Runtime:
             self.exchange_dense = before
 
     def give_samples(self, number: float) -> None:
+        self._check_alive()
         if self.phase is not Phase.FORWARD:
             raise ParallaxError(
                 f"rank {self.comm.rank}: parallax.weight({number:g}) comes too late: call it before backward"
@@ -1008,6 +1032,7 @@ class Runtime:
     def leave(self) -> None:
         """This rank's program ends: serves until all have ended, then gives everything back."""
         global _current
+        self.optimizers.widen()  # a step may have failed
         try:
             if self.comm.alive and self.phase is not Phase.ENDED and self.failed is None:
                 self._serve(Flag.OUT | Flag.LEFT)
@@ -1026,3 +1051,10 @@ class Runtime:
     def traffic(self) -> Traffic:
         sent = self.comm.sent
         return Traffic(self._num_steps, self.rounds.num_rounds, sent.headers, sent.tables, sent.dense)
+
+
+def _called(model: nn.Module) -> Iterator[nn.Module]:
+    """The model and what it is likely to call first: training may go through model.loss(...)."""
+    yield model
+    for child in model.children():
+        yield from _called(child) if isinstance(child, (nn.ModuleList, nn.ModuleDict)) else (child,)

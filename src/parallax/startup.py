@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import zlib
 from collections.abc import Mapping, Sequence
 
@@ -46,18 +45,6 @@ def first_profiles(model: nn.Module) -> dict[str, ParameterProfile]:
             by_frequency=p in by_frequency,
         )
     return profiles
-
-
-def check_devices(comm: Comm) -> None:
-    """Two workers on one device would wait for each other in NCCL."""
-    if comm.device.type == "cpu":
-        return
-    places = comm.all_gather((socket.gethostname(), str(comm.device)))
-    if len(set(places)) < len(places):
-        raise DisagreementError(
-            f"rank {comm.rank}: two workers use the same device ({places}). Choose it before building the "
-            f'model: torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))'
-        )
 
 
 def check_same_model(comm: Comm, profiles: Mapping[str, ParameterProfile]) -> None:

@@ -166,8 +166,6 @@ class Table:
         """The lookups asked for scale_grad_by_freq: gradients travel with a count of lookups behind each row."""
         self.lazy = False
         """Optimizers update the rows with a gradient only."""
-        self._touched: tuple[torch.Tensor, torch.Tensor] | None = None
-        """(a gradient, a mask of the held rows that were looked up for it), if `lazy`."""
         self.use = Use.NONE
         self.num_rows_touched = 0
         """Distinct rows with a gradient in this rank's latest step."""
@@ -347,11 +345,6 @@ class Table:
         if hook is not None:
             grad = hook(grad)
         before = self.grad
-        touched = torch.zeros(self.num_held, dtype=torch.bool, device=self.device) if self.lazy else None
-        if touched is not None:
-            touched[positions] = True
-            if before is not None:
-                touched |= self.touched()
         if before is None:
             self.grad = grad
         elif before.layout == grad.layout == torch.strided:
@@ -359,23 +352,13 @@ class Table:
         else:
             total = before + grad
             self.grad = total.coalesce() if total.layout == torch.sparse_coo else total
-        if touched is not None:
-            self.touch(touched)
         return True
 
-    def touch(self, mask: torch.Tensor) -> None:
-        """Notes which of the rows held here (bool, shape (rows held,)) the gradient is for."""
-        assert self.grad is not None
-        self._touched = self.grad, mask
-
-    def touched(self) -> torch.Tensor:
-        """Which of the rows held here the gradient is for: those looked up, or, of a gradient that the user has put in
-        the place of ours, those that are not zero."""
+    def rows_with_gradient(self) -> torch.Tensor:
+        """Positions (int64) of the rows held here whose gradient is not zero."""
         grad = self.grad
         assert grad is not None
-        if self._touched is not None and self._touched[0] is grad:
-            return self._touched[1]
-        return self.flat(grad.to_dense() if grad.is_sparse else grad).ne(0).any(1)
+        return self.flat(grad).ne(0).any(1).nonzero().squeeze(1)
 
 
 def add_rows(grads: torch.Tensor, rows: torch.Tensor, num_rows: int) -> torch.Tensor:

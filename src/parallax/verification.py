@@ -233,6 +233,8 @@ def verify(
             '`if __name__ == "__main__":`; with a launcher it is not needed'
         )
     config = dataclasses.replace(config or Config(), init=None)
+    if config.lazy_rows:
+        raise ValueError("parallax.verify: Config.lazy_rows is other mathematics than one device's; leave it out")
     target = factory if isinstance(factory, str) else _name_of(factory)
     put_together = _joined if join is None else _load(join) if isinstance(join, str) else join
     with _in_a_world_of_its_own(), tempfile.TemporaryDirectory(prefix="parallax-verify-") as folder:
