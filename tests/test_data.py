@@ -39,14 +39,15 @@ class FakeRuntime:
     def __init__(self) -> None:
         self.calls: list[Any] = []
 
-    def begin_loop(self) -> None:
+    def begin_loop(self) -> int:
         self.calls.append("begin")
+        return 2
 
-    def batch(self, num_samples: int) -> None:
+    def batch(self, loop: int, num_samples: int) -> None:
         self.calls.append(num_samples)
 
-    def end_batches(self) -> None:
-        self.calls.append("end")
+    def end_batches(self, loop: int, *, early: bool) -> None:
+        self.calls.append("left" if early else "end")
 
     def drain(self) -> None:
         self.calls.append("drain")
@@ -519,7 +520,7 @@ def test_a_loop_left_early_does_not_drain(become: Any, run: FakeRuntime) -> None
     become(0, 2)
     for _ in shard(DataLoader(range(8), batch_size=2)):
         break
-    assert run.calls == ["begin", 2, "end"]
+    assert run.calls == ["begin", 2, "left"]
 
 
 class Broken(Dataset):
@@ -536,7 +537,7 @@ def test_an_error_of_the_data_goes_through(become: Any, run: FakeRuntime) -> Non
     become(0, 2)
     with pytest.raises(OSError, match="disk"):
         list(shard(DataLoader(Broken(), batch_size=2)))
-    assert run.calls == ["begin", 2, "end"]
+    assert run.calls == ["begin", 2, "left"]
 
 
 def test_without_a_runtime_loops_are_plain(on_ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -322,14 +322,15 @@ def _watched(batches: Iterator[Any], count: Callable[[Any], int | None]) -> Iter
     if run is None:
         yield from batches
         return
-    run.begin_loop()
+    loop, whole = run.begin_loop(), False
     try:
         for batch in batches:
             if (num_samples := count(batch)) is not None:
-                run.batch(num_samples)
+                run.batch(loop, num_samples)
             yield batch
+        whole = True
     finally:
-        run.end_batches()
+        run.end_batches(loop, early=not whole)
     run.drain()  # not in a finally: a loop that breaks off or fails has not run out of data
 
 

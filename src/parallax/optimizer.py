@@ -129,13 +129,20 @@ def _sibling(
 def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """By group, the settings that decide on an update: numbers, flags and words."""
 
+    def is_number(value: Any) -> bool:  # not on a GPU, where looking at it takes time
+        return isinstance(value, torch.Tensor) and value.numel() == 1 and value.device.type == "cpu"
+
     def is_plain(value: Any) -> bool:
         if isinstance(value, (list, tuple)):
             return all(map(is_plain, value))
         return value is None or isinstance(value, (bool, int, float, str))
 
     return [
-        {key: value for key, value in sorted(group.items()) if key not in ("params", "param_names") and is_plain(value)}
+        {
+            key: value.item() if is_number(value) else value
+            for key, value in sorted(group.items())
+            if key not in ("params", "param_names") and (is_plain(value) or is_number(value))
+        }
         for group in optimizer.param_groups
     ]
 
@@ -282,7 +289,7 @@ class Optimizers:
 
     def cut_states(self, optimizer: torch.optim.Optimizer) -> None:
         """Keeps this rank's rows of state that was made or loaded for whole tables."""
-        for table in self._sharded(optimizer):
+        for table in self.tables_of(optimizer):
             self.cut_state(optimizer, table)
 
     def cut_state(self, optimizer: torch.optim.Optimizer, table: Table) -> None:
@@ -310,7 +317,7 @@ class Optimizers:
             read_whole: fetches the whole tensor behind a field of a table (see `Rounds.fields`), shape (rows, width).
         """
         state = dict(state_dict["state"])
-        tables: dict[torch.Tensor, Table] = {t.parameter: t for t in self._sharded(optimizer)}
+        tables: dict[torch.Tensor, Table] = {t.parameter: t for t in self.tables_of(optimizer)}
         for number, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
             if number not in state:
                 continue
@@ -324,7 +331,8 @@ class Optimizers:
                     entry[key] = whole.to_sparse(1) if value.layout == torch.sparse_coo else whole
         return {**state_dict, "state": state}
 
-    def _sharded(self, optimizer: torch.optim.Optimizer) -> list[Table]:
+    def tables_of(self, optimizer: torch.optim.Optimizer) -> list[Table]:
+        """Those that are spread and that `optimizer` updates."""
         return [t for t in self._tables.values() if t.sharded and id(t.parameter) in self.members(optimizer)]
 
     def _entries(self, table: Table) -> list[tuple[torch.optim.Optimizer, str]]:

@@ -29,15 +29,19 @@ class Repeats:
         self._optimizers, self._reads = optimizers, reads
         self._names = {p: name for name, p in parameters.items()}
 
-    def record(self, optimizer: torch.optim.Optimizer) -> torch.Tensor:
-        """The step that `optimizer` is about to run, as bytes (uint8, on the CPU): its settings, the dense gradients,
-        and what was done to those of tables."""
+    def check(self) -> None:
+        """Raises ParallaxError if something was done to the gradient of a table that `Change` cannot say."""
         for table in self._tables.values():
             if table.sharded and table.name in self._reads.unrepeatable:
                 raise ParallaxError(
                     f"rank {self._rank}: the gradient of {table.name!r} was changed in a way that ranks without "
                     f"data cannot repeat; use drop_last=True, or change gradients by numbers only"
                 )
+
+    def record(self, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+        """The step that `optimizer` is about to run, as bytes (uint8, on the CPU): its settings, the dense gradients,
+        and what was done to those of tables."""
+        self.check()
         grads, changes = {}, {}
         for p in (p for group in optimizer.param_groups for p in group["params"] if p in self._names):
             name = self._names[p]

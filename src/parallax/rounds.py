@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 
@@ -41,6 +41,8 @@ class Flag(enum.IntFlag):
     """This rank keeps its dense gradients to itself for now."""
     REDUCE = enum.auto()
     """This rank brings a number for `parallax.reduce`, and waits for those of the others."""
+    CHANGED = enum.auto()
+    """This rank is about to read gradients and brings what was done to them, for ranks without data."""
 
 
 NO_FLAG = Flag(0)
@@ -82,6 +84,8 @@ class Request:
     """How much this rank's gradients count in the mean."""
     blob: torch.Tensor | None = None
     """Bytes (uint8) for ranks that are out of data."""
+    dropped: Collection[Table] = ()
+    """Tables whose gradient, as it was before these pushes, has been dropped or zeroed here."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +99,8 @@ class Round:
     norms: list[torch.Tensor]
     """Per rank, float64, one part per table; empty if none were wanted."""
     blobs: list[torch.Tensor]
+    dropped: set[Table]
+    """Those of `Request.dropped` on every rank that has pushed all its gradients."""
 
     @property
     def closes_step(self) -> bool:
@@ -106,6 +112,8 @@ _FIXED = 9
 _VERSION, _FLAGS, _WEIGHT, _LOOP, _WANT, _FIELD, _ORDER, _SETTINGS, _BLOB = range(_FIXED)
 _PER_TABLE = 6
 _ASKED, _LEASED, _PUSHED, _PARTIAL, _MAX_NORM, _NORM_TYPE = range(_PER_TABLE)
+_DROPPED = 2
+"""Added to _PARTIAL (0 or 1) for `Request.dropped`."""
 _NOT_PUSHED = -1
 _NO_RENORM = -1.0
 
@@ -130,7 +138,7 @@ class Rounds:
         self.settings = 0
         """A digest of the settings of the optimizer that stepped last (`settings_of`)."""
         self.loop = 0
-        """Number of loops over sharded data that this rank has started."""
+        """Twice the number of loops over sharded data started here; plus 1 if it left the latest early."""
 
     def run(self, request: Request) -> Round:
         """One round: every rank calls this once."""
@@ -162,6 +170,15 @@ class Rounds:
             rows=rows,
             norms=norms,
             blobs=[blob for _, blob in unpacked],
+            dropped={
+                table
+                for i, table in enumerate(self.tables)
+                if all(
+                    header[_FIXED + _PER_TABLE * i + _PARTIAL] & _DROPPED
+                    for header, f in zip(received, flags, strict=True)
+                    if f & Flag.DONE
+                )
+            },
         )
 
     def fail(self) -> None:
@@ -202,6 +219,7 @@ class Rounds:
                     if positions is not None:
                         pieces.append(positions)
                     pieces.append(grads)
+                partial |= _DROPPED if table in request.dropped else 0
                 header += [asked, leased, pushed, partial, _bits(max_norm), _bits(norm_type)]
             headers.append(header)
             bodies.append(_join_bytes([*pieces, blob], self.comm.device))
@@ -271,7 +289,14 @@ class Rounds:
                 f"step ({self.describe_settings()} here); a learning rate that follows a metric needs the same metric "
                 f"everywhere (parallax.reduce)"
             )
-        loops = [h[_LOOP] for h in headers]
+        early = [rank for rank, (h, f) in enumerate(zip(headers, flags, strict=True)) if f & Flag.LEFT and h[_LOOP] % 2]
+        if early and done and any(headers[r][_LOOP] != headers[early[0]][_LOOP] for r in done):
+            raise DisagreementError(
+                f"rank {self.comm.rank}: ranks {early} have left a loop over parallax.shard(...) early and ended, but "
+                f"ranks {done} train on; batches that are counted are fewer on a rank that runs out of data first: use "
+                f"drop_last=True, or end all ranks alike"
+            )
+        loops = [h[_LOOP] // 2 for h in headers]
         if len(set(loops)) > 1 and any(f & Flag.OUT and not f & Flag.LEFT for f in flags):
             raise DisagreementError(
                 f"rank {self.comm.rank}: a rank waits at the end of a loop over parallax.shard(...) that others have "
@@ -287,7 +312,7 @@ class Rounds:
             asked, _, pushed, partial, _, _ = header[_FIXED + _PER_TABLE * i :][:_PER_TABLE]
             size += _padded(asked * table.id_dtype.itemsize)
             if pushed != _NOT_PUSHED:
-                size += _padded(4 * pushed) * partial + _padded(pushed * table.push_width * table.dtype.itemsize)
+                size += _padded(4 * pushed) * (partial & 1) + _padded(pushed * table.push_width * table.dtype.itemsize)
         return size + _padded(header[_BLOB])
 
     def _unpack(self, source: int, header: list[int], body: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -302,7 +327,7 @@ class Rounds:
             if pushed != _NOT_PUSHED:
                 leases = table.leases[source]
                 positions = ids if not table.sharded else torch.cat(leases) if leases else ids[:0]
-                if partial:
+                if partial & 1:
                     positions = positions[cursor.take(pushed, torch.int32).long()]
                 width = table.push_width
                 grads = cursor.take(pushed * width, table.dtype).view(pushed, width)

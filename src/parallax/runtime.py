@@ -38,8 +38,9 @@ from parallax.parameter import ShardedParameter, WatchedParameter, adopt, releas
 from parallax.plan import Placement, Plan, Use
 from parallax.planner import make_plan
 from parallax.repeats import Repeats
-from parallax.rounds import NO_FLAG, Flag, Request, Round, Rounds
+from parallax.rounds import NO_FLAG, Flag, Request, Round, Rounds, Want
 from parallax.samples import Samples
+from parallax.scalers import Scalers
 from parallax.startup import (
     check_same_model,
     check_same_optimizers,
@@ -49,7 +50,7 @@ from parallax.startup import (
 )
 from parallax.table import Partitioning, Table
 from parallax.untraced import as_it_is
-from parallax.whole import WholeReads
+from parallax.whole import Change, WholeReads
 
 ANNOUNCE_SECONDS = 5.0
 """How long a rank that failed waits for the others to come and hear of it."""
@@ -106,6 +107,14 @@ class _ModuleHook:
 
     def __reduce__(self) -> Any:
         return _ModuleHook, (None,)
+
+
+def _to_bytes(value: Any, device: torch.device) -> torch.Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
+
+
+def _from_bytes(packed: torch.Tensor) -> Any:
+    return pickle.loads(packed.cpu().numpy().tobytes())
 
 
 _current: Runtime | None = None
@@ -173,6 +182,7 @@ class Runtime:
         self._counts = Contribution(scale=0.0, weight=0.0, out=False)
         """How this rank's gradients count in the backward pass that is running."""
         self.samples = Samples()
+        self.scalers = Scalers()
         self._reference_samples: float | None = None
         """The usual batch of a rank: weights are relative to it, so that they are usually 1."""
         self._uneven = False
@@ -261,6 +271,7 @@ class Runtime:
 
     def _hook_in(self) -> None:
         self._unhook += [
+            self.scalers.watch(),
             register_optimizer_step_pre_hook(self._pre_step).remove,
             register_optimizer_step_post_hook(self._post_step).remove,
         ]
@@ -393,9 +404,12 @@ class Runtime:
             for p in list(self._loose):
                 if self.dense.ready(p, self._contribution()):
                     del self._loose[p]
+            tables = self._exchanged()
+            dropped = {table for table in tables if self.reads.dropped(table)}
+            if self._uneven and any(table.sharded and self.reads.changed(table) for table in tables):
+                self._share_changes()
             self.reads.forget()
             self.lookups.flush()
-            tables = self._exchanged()
             for table in tables:
                 stale = table.stale_keys()
                 if stale is not None:
@@ -404,7 +418,7 @@ class Runtime:
             if self._needs_rounds() or self._keeping:
                 local = Flag.LOCAL if self._keeps_dense() else NO_FLAG
                 flags = Flag.DONE | self._news() | local
-                request = Request(flags=flags, pushes=pushes, weight=self.samples.number)
+                request = Request(flags=flags, pushes=pushes, weight=self.samples.number, dropped=dropped)
                 closing = self._run_round(request)
                 while not closing.closes_step:
                     closing = self._run_round(dataclasses.replace(request, pushes=()))
@@ -860,6 +874,9 @@ class Runtime:
                 f"tables can no longer be reached. Save them before"
             )
         try:
+            reads_gradients = request.want is Want.NORMS or request.field == 1
+            if reads_gradients and self._uneven and self.reads.changes and self.phase is not Phase.SERVING:
+                self._share_changes()
             return self.rounds.run(request)
         except (PeerError, DisagreementError) as error:  # the other ranks know
             self.failed = error
@@ -929,26 +946,29 @@ class Runtime:
         with self._failing():
             self._check_alive()
             self._before_read()
-            blob = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(self.comm.device)
-            request = Request(flags=Flag.REDUCE, blob=blob)
+            request = Request(flags=Flag.REDUCE, blob=_to_bytes(value, self.comm.device))
             now = self._run_round(request)
             while not all(f & (Flag.REDUCE | Flag.OUT) for f in now.flags):  # the others are on their way
                 now = self._run_round(request)
             present = [blob for f, blob in zip(now.flags, now.blobs, strict=True) if f & Flag.REDUCE]
-            return [pickle.loads(blob.cpu().numpy().tobytes()) for blob in present]
+            return list(map(_from_bytes, present))
 
     # -- ranks that part ways -----------------------------------------------------------------------
 
-    def begin_loop(self) -> None:
-        """This rank starts a loop over sharded data."""
-        self.rounds.loop += 1
+    def begin_loop(self) -> int:
+        """This rank starts a loop over sharded data, which gets a number."""
+        self.rounds.loop += 2 - self.rounds.loop % 2
+        return self.rounds.loop
 
-    def batch(self, num_samples: int) -> None:
-        """This rank's loop gets a batch of so many samples."""
-        self.samples.begin_batch(num_samples)
+    def batch(self, loop: int, num_samples: int) -> None:
+        """A loop of this rank gets a batch of so many samples."""
+        self.samples.begin_batch(loop, num_samples)
 
-    def end_batches(self) -> None:
-        self.samples.end_batches()
+    def end_batches(self, loop: int, *, early: bool) -> None:
+        """A loop of this rank is over: it was left early, or has no more data."""
+        self.samples.end_batches(loop)
+        if early and loop == self.rounds.loop:
+            self.rounds.loop += 1
 
     def drain(self) -> None:
         """This rank's loop has no more data: serves until every rank's has ended."""
@@ -960,8 +980,6 @@ class Runtime:
             self._settle()
             self.lookups.flush()
             self.phase = Phase.SERVING
-            if self._stepped:
-                self._drop_gradients()
             about = Flag.ACTIVE | (Flag.CLEAN if self._is_clean() else NO_FLAG)
             while True:
                 if self._needs_rounds():
@@ -969,19 +987,30 @@ class Runtime:
                     if all(f & flags == flags for f in now.flags):
                         self._reconcile(now)
                         break
+                    if all(f & Flag.OUT for f in now.flags):  # those whose programs go on leave the loop here
+                        self._uneven = False
                     if now.closes_step:
                         about = NO_FLAG
                         self.reads.forget()
+                        for table in now.dropped:
+                            table.grad = None
+                        self._set_aside_stepped()
                         self._finish_step(now)
                     elif any(f & Flag.STEP for f in now.flags):
                         self._repeat_step(now)
+                    elif any(f & Flag.CHANGED for f in now.flags):
+                        changes = next(b for b, f in zip(now.blobs, now.flags, strict=True) if f & Flag.CHANGED)
+                        self._repeat_changes(_from_bytes(changes))
                 elif flags & Flag.LEFT:  # without tables, nobody needs a rank that has ended
                     break
                 else:
+                    earlier = self._set_aside_stepped()
                     totals = self.dense.finish(self._contribution())
                     self._check_together(totals)
                     self._bring_back()
                     if totals is None or totals.num_out == self.comm.world_size:
+                        for p, grad in earlier.items():
+                            p.grad = grad
                         break
                     self._num_steps += 1
                     self._uneven, about = True, NO_FLAG
@@ -1000,8 +1029,38 @@ class Runtime:
             return
         source = next(r for r, f in enumerate(last.flags) if f & Flag.ACTIVE)
         self.comm.broadcast([p.data for p, name in self.names.items() if not self._is_sharded(name)], source)
+        mine = (self.scalers.states(), self._leftover()) if self.comm.rank == source else None
+        scalers, leftover = self.comm.all_gather(mine)[source]
+        if not last.flags[self.comm.rank] & Flag.ACTIVE:
+            self.scalers.take_over(scalers)
         if last.flags[source] & Flag.CLEAN:
             self._drop_gradients()
+        elif not last.flags[self.comm.rank] & Flag.ACTIVE:
+            copies, changes = leftover
+            for name, grad in copies.items():
+                p = self.parameters[name]
+                p.grad = None if grad is None else grad.to(p.device)
+            self._repeat_changes(changes)
+
+    def _share_changes(self) -> None:
+        """Ranks without data do to the gradients of tables what was done to them here."""
+        self.repeats.check()
+        changes = self.reads.take_changes()
+        self._run_round(Request(flags=Flag.CHANGED, blob=_to_bytes(changes, self.comm.device)))
+
+    def _repeat_changes(self, changes: dict[str, list[Change]]) -> None:
+        for name, made in changes.items():
+            if (grad := self.tables[name].grad) is not None:
+                for change in made:
+                    change.repeat(grad)
+
+    def _leftover(self) -> tuple[dict[str, torch.Tensor | None], dict[str, list[Change]]]:
+        """What is left of gradients that were not stepped with, for ranks that were served: those of copies, and what
+        was done to those of tables."""
+        if self._stepped or self._is_clean():
+            return {}, {}
+        copies = {} if self._held_back else {n: p.grad for n, p in self.parameters.items() if not self._is_sharded(n)}
+        return copies, self.reads.changes
 
     def _is_sharded(self, name: str) -> bool:
         return name in self.tables and self.tables[name].sharded
@@ -1009,14 +1068,23 @@ class Runtime:
     def _share_step(self, optimizer: torch.optim.Optimizer) -> None:
         blob = self.repeats.record(optimizer).to(self.comm.device)
         self._run_round(Request(flags=Flag.STEP, weight=self.samples.latest, blob=blob))
+        for table in self.optimizers.tables_of(optimizer):
+            self.reads.changes.pop(table.name, None)  # repeated now
 
     def _repeat_step(self, now: Round) -> None:
         source = next(r for r, f in enumerate(now.flags) if f & Flag.STEP)
         self.repeats.repeat(now.blobs[source])
-        self._drop_gradients()
+
+    def _set_aside_stepped(self) -> dict[nn.Parameter, torch.Tensor]:
+        """Gradients of copies that have been stepped with do not add to those of the next step; returns them."""
+        copies = [p for p, name in self.names.items() if self._stepped and not self._is_sharded(name)]
+        earlier = {p: p.grad for p in copies if p.grad is not None}
+        for p in copies:
+            p.grad = None
+        self._stepped = False
+        return earlier
 
     def _drop_gradients(self) -> None:
-        """Gradients that have been stepped with do not add to those of the next step."""
         for p in self.names:
             with torch._C.DisableTorchFunctionSubclass():
                 p.grad = None
@@ -1035,6 +1103,8 @@ class Runtime:
         self.optimizers.widen()  # a step may have failed
         try:
             if self.comm.alive and self.phase is not Phase.ENDED and self.failed is None:
+                if self.samples.in_loop:
+                    self.rounds.loop |= 1
                 self._serve(Flag.OUT | Flag.LEFT)
         finally:
             self.phase = Phase.ENDED

@@ -14,7 +14,8 @@ class Samples:
         self.latest = 1.0
         """The number behind the latest backward pass."""
         self._given: float | None = None
-        self._batch: float | None = None
+        self._batches: dict[int, float] = {}
+        """By loop under way, its latest batch; the newest last."""
         self._seen = 1.0
         self._seen_any = False
 
@@ -22,24 +23,29 @@ class Samples:
     def number(self) -> float:
         if self._given is not None:
             return self._given
-        return self._seen if self._batch is None else self._batch
+        return next(reversed(self._batches.values()), self._seen)
 
     def give(self, number: float) -> None:
         """The user says it, for the next backward pass."""
         self._given = number
 
-    def begin_batch(self, number: int) -> None:
-        self._batch = float(number)
+    def begin_batch(self, loop: int, number: int) -> None:
+        self._batches.pop(loop, None)
+        self._batches[loop] = float(number)
 
-    def end_batches(self) -> None:
-        """The loop is over or was left: its last batch says nothing of what comes."""
-        if self._batch is not None:
-            self._seen, self._batch = self._batch, None
+    def end_batches(self, loop: int) -> None:
+        """The loop is over or was left: its last batch says nothing of what comes; that of a loop around it does."""
+        self._seen = self._batches.pop(loop, self._seen)
         self._seen_any = False
+
+    @property
+    def in_loop(self) -> bool:
+        """A loop is under way."""
+        return bool(self._batches)
 
     def wants(self, by_model: bool) -> bool:
         """Whether there is something to `see`."""
-        return self._batch is None and (by_model or not self._seen_any)
+        return not self._batches and (by_model or not self._seen_any)
 
     def see(self, number: int, by_model: bool) -> None:
         if by_model or not self._seen_any:

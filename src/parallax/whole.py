@@ -91,6 +91,20 @@ class WholeReads:
         """A gradient changed."""
         self._norms.clear()
 
+    def dropped(self, table: Table) -> bool:
+        """Nothing is left of the gradient that the latest backward pass made."""
+        zeroed = any(change.operation in ("zero_", "_foreach_zero_") for change in self.changes.get(table.name, ()))
+        return table.grad is None or zeroed
+
+    def changed(self, table: Table) -> bool:
+        """The gradient that the latest backward pass made was changed, and is still there."""
+        return not self.dropped(table) and (table.name in self.changes or table.name in self.unrepeatable)
+
+    def take_changes(self) -> dict[str, list[Change]]:
+        """`changes`, which are then no more to be repeated."""
+        changes, self.changes = self.changes, {}
+        return changes
+
     def forget(self) -> None:
         """Gradients are about to be new tensors."""
         self.forget_norms()
