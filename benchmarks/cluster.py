@@ -42,7 +42,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 INTERFACE = "eth0"
@@ -103,7 +103,8 @@ class Cluster:
         if not 1 <= machines <= 1000:
             raise ValueError(f"Cluster: expected 1 to 1000 machines, got {machines}")
         self.machines, self.bandwidth, self.cores = machines, bandwidth, tuple(cores)
-        self._bits_per_second = None if bandwidth is None else bits_per_second(bandwidth)
+        if bandwidth is not None:
+            bits_per_second(bandwidth)
         self._switch: subprocess.Popen[str] | None = None
         self._hosts: list[subprocess.Popen[str]] = []
         self._jobs: list[Job] = []
@@ -138,13 +139,26 @@ class Cluster:
         for m, host in enumerate(self._hosts):
             link = [f"link set {INTERFACE} addrgenmode none {offload} up", "link set lo up"]
             _batch(host, "ip", [*link, f"address add {self.address(m)}/16 dev {INTERFACE}"])
-        if self._bits_per_second is not None:
+        if self.bandwidth is not None:
+            self._shape(self.bandwidth)
+
+    def set_bandwidth(self, bandwidth: str | None) -> None:
+        """Changes that of all links, while workers run as well."""
+        if bandwidth != self.bandwidth:
+            self._shape(bandwidth)
+            self.bandwidth = bandwidth
+
+    def _shape(self, bandwidth: str | None) -> None:
+        command, shape = "del", ""
+        if bandwidth is not None:
+            rate = bits_per_second(bandwidth)
             # A late timer must not cost bandwidth (1 ms), and the largest packet has to pass.
-            burst = max(self._bits_per_second // 8 // 1000, _OFFLOAD_BYTES * FRAME_BYTES // FRAME_PAYLOAD_BYTES)
-            shape = f"root tbf rate {self._bits_per_second}bit burst {burst} limit {_QUEUE_BYTES}"
-            _batch(self._switch, "tc", [f"qdisc add dev port{m} {shape}" for m in range(self.machines)])
-            for host in self._hosts:
-                _batch(host, "tc", [f"qdisc add dev {INTERFACE} {shape}"])
+            burst = max(rate // 8 // 1000, _OFFLOAD_BYTES * FRAME_BYTES // FRAME_PAYLOAD_BYTES)
+            command, shape = "replace", f"tbf rate {rate}bit burst {burst} limit {_QUEUE_BYTES}"
+        assert self._switch is not None
+        _batch(self._switch, "tc", [f"qdisc {command} dev port{m} root {shape}" for m in range(self.machines)])
+        for host in self._hosts:
+            _batch(host, "tc", [f"qdisc {command} dev {INTERFACE} root {shape}"])
 
     def close(self) -> None:
         """Ends what runs on the machines, and them."""
@@ -233,7 +247,7 @@ class Cluster:
         The receiver takes the time and counts from when a quarter has come in to the end; from the payload follow the
         frames that it takes.
         """
-        num_bytes = int(seconds * (self._bits_per_second or 10**9) / 8)
+        num_bytes = int(seconds * bits_per_second(self.bandwidth or "1Gbit") / 8)
         code = _TRANSFER.format(address=self.address(receiver), n=num_bytes, sender=sender, receiver=receiver)
         result = self.run([sys.executable, "-c", code], timeout=20 * seconds + 30)
         if any(result.exit_codes):
@@ -310,8 +324,11 @@ class Job:
         """By rank: what workers have written so far."""
         return ["".join(lines) for lines in self._outputs]
 
-    def wait(self, timeout: float | None = None) -> Result:
+    def wait(self, timeout: float | None = None, *, on_tick: Callable[[], object] = lambda: None) -> Result:
         """Waits until all workers have ended. If one fails, the others have `LINGER_SECONDS` to end by themselves.
+
+        Args:
+            on_tick: called some 50 times per second while workers run.
 
         Raises:
             TimeoutError: it took longer than `timeout` seconds; the workers are ended.
@@ -330,6 +347,7 @@ class Job:
                     break
                 if end_at is None and any(worker.returncode for worker in self._workers):
                     end_at = now + LINGER_SECONDS
+                on_tick()
                 time.sleep(0.02)
         finally:
             self.kill()

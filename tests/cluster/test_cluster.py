@@ -109,6 +109,12 @@ class TestMachines:
                 assert idle < 1000
         assert max(measured) == pytest.approx(asked, rel=0.05), measured
 
+    def test_change_their_bandwidth(self, two: Cluster) -> None:
+        two.set_bandwidth("20Mbit")
+        assert two.measure(seconds=0.3) == pytest.approx(20e6, rel=0.05)
+        two.set_bandwidth(None)
+        assert two.measure(seconds=0.3) > 100e6
+
     def test_two_clusters_do_not_see_each_other(self, two: Cluster) -> None:
         with Cluster(machines=2, bandwidth="50Mbit") as other:
             job = two.start(["sh", "-c", SAY_WHERE + "exec sleep 1"])
@@ -255,3 +261,21 @@ class TestFailures:
     def test_outside_of_its_time(self) -> None:
         with pytest.raises(ClusterError, match="this cluster is not there: use it inside `with"):
             Cluster(machines=1).run(["true"])
+
+
+@pytest.mark.timeout(200)
+def test_evaluate_trains_all_arms_alike(tmp_path: Path) -> None:
+    output = tmp_path / "results" / "small.json"
+    sizes = ["--words", 500, "--dim", 8, "--hidden", 8, "--samples", 20, "--batch", 2, "--seconds", 0.1]
+    setting = ["--machines", 2, "--bandwidth", "100Mbit", "--repeats", 2, "--output", output]
+    done = subprocess.run(python(PROGRAM.with_name("evaluate.py"), *setting, *sizes), capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(output.read_text())
+    arms = report["arms"]
+    assert [line.split()[0] for line in done.stdout.splitlines()[-len(arms) :]] == list(arms)
+    assert len(report["turns"]) == 2 * len(arms)
+    exact = {arm: m["loss"] for arm, m in arms.items() if arm != "compute-only"}
+    assert list(exact.values()) == pytest.approx([exact["hybrid"]] * 5, rel=1e-5)
+    assert arms["compute-only"]["loss"] != pytest.approx(exact["hybrid"], rel=1e-7), "each alone"
+    assert arms["hybrid"]["sent_mb"] < arms["ddp-dense"]["sent_mb"]
+    assert arms["compute-only"]["sent_mb"] < 0.01
