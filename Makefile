@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo test lint types test-gpu test-compat fuzz clean
+.PHONY: help demo test lint types test-gpu test-compat test-cluster fuzz clean
 .DEFAULT_GOAL := help
 
 help:  ## say what can be made
@@ -30,6 +30,9 @@ test-gpu: $(VENV)/.installed-dev  ## the tests that need CUDA devices
 
 test-compat: $(VENV)/.installed-compat  ## models of other libraries, which it installs
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -m compat $(ARGS)
+
+test-cluster: $(VENV)/.installed-dev  ## training over shaped links; needs root, and Debian's package iproute2
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -m cluster tests/cluster $(ARGS)
 
 FUZZ ?= 300
 

@@ -15,9 +15,11 @@ from typing import Any
 import pytest
 import ranks
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import parallax
+from parallax import comm
 from parallax.runtime import ANNOUNCE_SECONDS
 
 WITHIN = 10.0
@@ -70,6 +72,42 @@ def check_outcomes(outcomes: list[ranks.Outcome], failed: int, error: str) -> No
             assert f"rank {failed}" in outcome.text
             assert outcomes[failed].text in outcome.text
             assert "Traceback" not in outcome.output  # the first failure's is the one to read
+
+
+# -- nobody answers ------------------------------------------------------------------------------------
+
+
+def wait_in_vain(seconds: float) -> tuple[str, float]:
+    """Rank 1 is silent, and so is the launcher's store, as for a rank whose machine is cut off."""
+    run = comm.Comm(torch.device("cpu"), timeout=1.0)
+    if parallax.rank() == 1:
+        time.sleep(seconds)
+        return "", 0.0
+
+    class Silent:
+        def check(self, keys: list[str]) -> bool:
+            time.sleep(100)
+            return False
+
+        set = get = check
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(comm, "STORE_SECONDS", 0.5)
+        patch.setattr(dist.distributed_c10d, "_get_default_store", Silent)
+        started = time.monotonic()
+        with pytest.raises(parallax.PeerError) as caught:
+            run.swap([torch.empty(0, dtype=torch.uint8)] * 2, [0, 1])
+        run.report_failure(caught.value)
+        return str(caught.value), time.monotonic() - started
+
+
+def test_a_store_that_does_not_answer_keeps_no_rank_waiting() -> None:
+    text, seconds = ranks.run(2, wait_in_vain, 4.0)[0]
+    assert seconds < 4
+    assert text == (
+        "rank 0 stops: rank 1 has been silent for 1 s (Config.timeout=1). Rank 0 was waiting for rows starting; the "
+        "launcher's store does not answer either: the network of this machine or of rank 0's may be cut"
+    )
 
 
 # -- ids out of range ---------------------------------------------------------------------------------

@@ -14,12 +14,18 @@ import itertools
 import json
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+
+T = TypeVar("T")
+
+STORE_SECONDS = 4.0
+"""How long a rank that stops tries to learn from the launcher's store what has happened."""
 
 
 class ParallaxError(RuntimeError):
@@ -291,14 +297,19 @@ class Comm:
         if self.world_size == 1:
             return
         word = json.dumps([self.rank, type(error).__name__, str(error)])
-        with contextlib.suppress(Exception):  # the store may be gone already; the first failure is the one to show
-            store = dist.distributed_c10d._get_default_store()
-            if not store.check([self._failed_key]):
-                store.set(self._failed_key, word)
+
+        def report() -> None:
+            with contextlib.suppress(Exception):  # the store may be gone already; the first failure is the one to show
+                store = dist.distributed_c10d._get_default_store()
+                if not store.check([self._failed_key]):
+                    store.set(self._failed_key, word)
+
+        _within(STORE_SECONDS, report)
 
     def peer_error(self, otherwise: str, patience: float = 0.0) -> PeerError:
         """The error to raise because another rank failed; waits up to `patience` seconds for its word."""
-        return self._word_of_failure(patience) or PeerError(f"rank {self.rank} stops: {otherwise}")
+        found = _within(patience + STORE_SECONDS, lambda: self._word_of_failure(patience))
+        return found or PeerError(f"rank {self.rank} stops: {otherwise}")
 
     def _word_of_failure(self, patience: float) -> PeerError | None:
         deadline = time.monotonic() + patience
@@ -325,9 +336,17 @@ class Comm:
             what = f"is gone ({error})"
             if waited >= self.timeout * 0.9:
                 what = f"has been silent for {waited:.0f} s (Config.timeout={self.timeout:g})"
-            self._leave_word(f"was {doing} {self.where()}")
-            raise self._word_of_failure(patience=2.0) or PeerError(
-                f"rank {self.rank} stops: {who} {what}. {self._where_all_are()}"
+            here = f"was {doing} {self.where()}"
+
+            def find_out() -> PeerError:
+                self._leave_word(here)
+                return self._word_of_failure(patience=2.0) or PeerError(
+                    f"rank {self.rank} stops: {who} {what}. {self._where_all_are()}"
+                )
+
+            raise _within(STORE_SECONDS, find_out) or PeerError(
+                f"rank {self.rank} stops: {who} {what}. Rank {self.rank} {here}; the launcher's store does not answer "
+                f"either: the network of this machine or of rank 0's may be cut"
             ) from error
 
     def _leave_word(self, text: str) -> None:
@@ -364,3 +383,12 @@ class Comm:
             with contextlib.suppress(Exception):
                 dist.destroy_process_group()
         self._rounds = self._buckets = None
+
+
+def _within(seconds: float, ask: Callable[[], T]) -> T | None:
+    """What `ask` returns, or None if that takes longer: calls of the store wait for ever when its machine is silent."""
+    answers: list[T] = []
+    thread = threading.Thread(target=lambda: answers.append(ask()), daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return answers[0] if answers else None
