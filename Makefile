@@ -14,7 +14,7 @@ demo: $(VENV)/.installed  ## train a language model on 4 workers and measure wha
 	$(VENV)/bin/parallax run --nproc 4 examples/lm/demo.py $(ARGS)
 
 test: lint types  ## lint, types, and all tests that need no GPU
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -m "not gpu" $(ARGS)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
 
 lint: $(VENV)/.installed-dev  ## ruff
 	$(VENV)/bin/ruff check .
