@@ -27,6 +27,7 @@ ORDER = [
     "hooks",
     "dense",
     "samples",
+    "scalers",
     "optimizer",
     "repeats",
     "startup",

@@ -515,7 +515,7 @@ def test_an_optimizer_with_state_of_its_own_keeps_tables_whole() -> None:
     assert ranks.run(2, placement_with, Lion)[0][0] == "sharded"
     for placement, reason in ranks.run(2, placement_with, OwnState):
         assert placement == "allreduce"
-        assert "optimizer's update of a row depends" in reason
+        assert "keeps state of rows outside of its `state`" in reason
 
 
 # -- modules of torch ---------------------------------------------------------------------------------

@@ -217,14 +217,12 @@ class _Apply(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.lookup, ctx.lookups = lookup, lookups
         ctx.set_materialize_grads(False)
-        lookups.num_awaited += lookup.trainable
         return lookups.submit(lookup)
 
     @staticmethod
     @as_it_is
     def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
         lookup: Lookup = ctx.lookup
-        ctx.lookups.num_awaited -= lookup.trainable
         if grad is None:
             return None, None, None, None
         if torch.is_grad_enabled():
@@ -303,8 +301,6 @@ class Lookups:
         self.fail = fail
         self.stepping = False
         """An optimizer is running: tables are this rank's rows."""
-        self.num_awaited = 0
-        """Lookups with a graph less backward passes that reached one."""
         self._pending: list[Lookup] = []
 
     def apply(self, lookup: Lookup, per_sample_weights: torch.Tensor | None = None) -> torch.Tensor:

@@ -384,8 +384,8 @@ class Runtime:
     def _on_backward(self) -> None:
         if not self._queued:
             if self.phase is not Phase.BACKWARD:
-                if self.lookups.num_awaited <= 0:
-                    self._settle()  # else at the next lookup: gradients on their way are for the plan as it is
+                if self._stepped:
+                    self._settle()  # nothing in this step's forward pass has done it
                 self._counts = self._contribution()
                 self._keeping = self._held_back or self._keeps_dense()
             self._queued, self.phase = True, Phase.BACKWARD
