@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,7 +12,19 @@ from torch import nn
 from parallax.comm import ParallaxError
 from parallax.optimizer import Optimizers
 from parallax.table import Table
-from parallax.whole import WholeReads
+from parallax.whole import Change, WholeReads
+
+
+def pack(value: Any) -> torch.Tensor:
+    """`value` (picklable) as bytes (uint8, on the CPU), to be sent in a round."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
+
+
+def unpack(packed: torch.Tensor) -> Any:
+    """What was packed on another rank; tensors are on the CPU, as that rank's device may not be this one's."""
+    return torch.load(io.BytesIO(packed.cpu().numpy().tobytes()), map_location="cpu", weights_only=False)
 
 
 class Repeats:
@@ -55,13 +68,11 @@ class Repeats:
             "grads": grads,
             "changes": changes,
         }
-        file = io.BytesIO()
-        torch.save(step, file)
-        return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
+        return pack(step)
 
     def repeat(self, recorded: torch.Tensor) -> None:
         """Runs a step that `record` wrote down on another rank."""
-        step = torch.load(io.BytesIO(recorded.cpu().numpy().tobytes()), map_location="cpu", weights_only=False)
+        step = unpack(recorded)
         if step["optimizer"] >= len(self._optimizers):
             raise ParallaxError(
                 f"rank {self._rank} ran out of data before its first optimizer step and does not know the "
@@ -83,9 +94,15 @@ class Repeats:
                 continue
             if table.grad is None:
                 table.grad = torch.zeros_like(table.data)
-            for change in changes:
-                change.repeat(table.grad)
+        self.redo({name: changes for name, changes in step["changes"].items() if changes is not None})
         optimizer.step()
+
+    def redo(self, changes: Mapping[str, list[Change]]) -> None:
+        """Does to the gradients of tables, by name, what was done to them on another rank."""
+        for name, made in changes.items():
+            if (grad := self._tables[name].grad) is not None:
+                for change in made:
+                    change.repeat(grad)
 
     def _is_sharded(self, name: str) -> bool:
         return name in self._tables and self._tables[name].sharded

@@ -17,7 +17,6 @@ import dataclasses
 import enum
 import functools
 import os
-import pickle
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -37,7 +36,7 @@ from parallax.optimizer import Optimizers, digest, settings_of
 from parallax.parameter import ShardedParameter, WatchedParameter, adopt, release
 from parallax.plan import Placement, Plan, Use
 from parallax.planner import make_plan
-from parallax.repeats import Repeats
+from parallax.repeats import Repeats, pack, unpack
 from parallax.rounds import NO_FLAG, Flag, Request, Round, Rounds, Want
 from parallax.samples import Samples
 from parallax.scalers import Scalers
@@ -107,14 +106,6 @@ class _ModuleHook:
 
     def __reduce__(self) -> Any:
         return _ModuleHook, (None,)
-
-
-def _to_bytes(value: Any, device: torch.device) -> torch.Tensor:
-    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
-
-
-def _from_bytes(packed: torch.Tensor) -> Any:
-    return pickle.loads(packed.cpu().numpy().tobytes())
 
 
 _current: Runtime | None = None
@@ -401,9 +392,6 @@ class Runtime:
             return
         self._queued, self.phase = False, Phase.CLOSING
         with self._failing():
-            for p in list(self._loose):
-                if self.dense.ready(p, self._contribution()):
-                    del self._loose[p]
             tables = self._exchanged()
             dropped = {table for table in tables if self.reads.dropped(table)}
             if self._uneven and any(table.sharded and self.reads.changed(table) for table in tables):
@@ -946,12 +934,12 @@ class Runtime:
         with self._failing():
             self._check_alive()
             self._before_read()
-            request = Request(flags=Flag.REDUCE, blob=_to_bytes(value, self.comm.device))
+            request = Request(flags=Flag.REDUCE, blob=pack(value).to(self.comm.device))
             now = self._run_round(request)
             while not all(f & (Flag.REDUCE | Flag.OUT) for f in now.flags):  # the others are on their way
                 now = self._run_round(request)
             present = [blob for f, blob in zip(now.flags, now.blobs, strict=True) if f & Flag.REDUCE]
-            return list(map(_from_bytes, present))
+            return list(map(unpack, present))
 
     # -- ranks that part ways -----------------------------------------------------------------------
 
@@ -1000,7 +988,7 @@ class Runtime:
                         self._repeat_step(now)
                     elif any(f & Flag.CHANGED for f in now.flags):
                         changes = next(b for b, f in zip(now.blobs, now.flags, strict=True) if f & Flag.CHANGED)
-                        self._repeat_changes(_from_bytes(changes))
+                        self.repeats.redo(unpack(changes))
                 elif flags & Flag.LEFT:  # without tables, nobody needs a rank that has ended
                     break
                 else:
@@ -1029,8 +1017,8 @@ class Runtime:
             return
         source = next(r for r, f in enumerate(last.flags) if f & Flag.ACTIVE)
         self.comm.broadcast([p.data for p, name in self.names.items() if not self._is_sharded(name)], source)
-        mine = (self.scalers.states(), self._leftover()) if self.comm.rank == source else None
-        scalers, leftover = self.comm.all_gather(mine)[source]
+        mine = pack((self.scalers.states(), self._leftover())) if self.comm.rank == source else None
+        scalers, leftover = unpack(self.comm.all_gather(mine)[source])
         if not last.flags[self.comm.rank] & Flag.ACTIVE:
             self.scalers.take_over(scalers)
         if last.flags[source] & Flag.CLEAN:
@@ -1040,19 +1028,13 @@ class Runtime:
             for name, grad in copies.items():
                 p = self.parameters[name]
                 p.grad = None if grad is None else grad.to(p.device)
-            self._repeat_changes(changes)
+            self.repeats.redo(changes)
 
     def _share_changes(self) -> None:
         """Ranks without data do to the gradients of tables what was done to them here."""
         self.repeats.check()
         changes = self.reads.take_changes()
-        self._run_round(Request(flags=Flag.CHANGED, blob=_to_bytes(changes, self.comm.device)))
-
-    def _repeat_changes(self, changes: dict[str, list[Change]]) -> None:
-        for name, made in changes.items():
-            if (grad := self.tables[name].grad) is not None:
-                for change in made:
-                    change.repeat(grad)
+        self._run_round(Request(flags=Flag.CHANGED, blob=pack(changes).to(self.comm.device)))
 
     def _leftover(self) -> tuple[dict[str, torch.Tensor | None], dict[str, list[Change]]]:
         """What is left of gradients that were not stepped with, for ranks that were served: those of copies, and what
