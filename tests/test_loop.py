@@ -447,6 +447,22 @@ def test_parameters_that_are_used_late(world_size: int) -> None:
     oracle.check_all(world_size, [(late, what) for what in ("layer", "scalar", "frozen scalar")])
 
 
+def placements_after_two_steps() -> set[str]:
+    model = Late("layer")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    parallax.distribute(model, optimizer)
+    for step in batches(2, 2, 1):
+        model.loss(*step[parallax.rank()][0], late=True).backward()
+        optimizer.step()
+    placements = {p.placement.value for p in parallax.explain(model)}
+    parallax.shutdown()
+    return placements
+
+
+def test_a_plan_is_applied_where_no_module_and_no_lookup_tells_of_a_step() -> None:
+    assert ranks.run(2, placements_after_two_steps) == [{"allreduce"}] * 2
+
+
 # -- a rank alone -------------------------------------------------------------------------------------
 
 
