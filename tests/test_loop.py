@@ -448,7 +448,7 @@ def test_parameters_that_are_used_late(world_size: int) -> None:
 
 
 def placements_after_two_steps() -> set[str]:
-    model = Late("layer")
+    model = Late("scalar")  # whose modules are all inside of one that is never called
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     parallax.distribute(model, optimizer)
     for step in batches(2, 2, 1):
