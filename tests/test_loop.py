@@ -409,8 +409,9 @@ class Late(nn.Module):
     def __init__(self, what: str) -> None:
         super().__init__()
         self.layers = Holder()
-        self.late = self.layers.late
+        vars(self)["late"] = self.layers.late  # not a child, whose call would tell of a step
         if what != "layer":
+            del vars(self)["late"]
             self.layers.late, self.late = nn.Identity(), nn.Parameter(torch.tensor(0.7), what == "scalar")
         self.double()
 
