@@ -17,6 +17,7 @@ ORDER = [
     "config",
     "cost",
     "planner",
+    "mesh",
     "comm",
     "table",
     "rounds",

@@ -1,8 +1,9 @@
 """The only file that calls collectives.
 
-A run has three ways to talk, each on its own process group so that none waits for another: the messages of
-rounds (`exchange`, `swap`), the buckets of dense gradients (`all_reduce`), and the launcher's store, where a
-rank that fails leaves word. With one worker there is no process group and every call is a local copy.
+A run has three ways to talk, so that none waits for another: the messages of rounds (`exchange`, `swap`) and small
+buckets of dense gradients, which go over a mesh of connections on the CPU and over a process group on NCCL; large
+buckets (`all_reduce`), on a process group; and the launcher's store, where a rank that fails leaves word. With one
+worker there is no process group and every call is a local copy.
 """
 
 from __future__ import annotations
@@ -22,7 +23,13 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from parallax.mesh import FailedError, Kind, Mesh
+
 T = TypeVar("T")
+
+DIRECT_BYTES = 2**20
+"""Up to this size an AllReduce on the CPU goes over the mesh: each rank sums a part. It takes 2 messages one after the
+other, where a ring takes 2(N-1); a ring goes on while backward computes."""
 
 STORE_SECONDS = 4.0
 """How long a rank that stops tries to learn from the launcher's store what has happened."""
@@ -69,7 +76,9 @@ class Reduction:
     """An AllReduce under way: the buffer it owns and the handle to wait for."""
 
     buffer: torch.Tensor
-    work: dist.Work | None
+    work: dist.Work | None = None
+    shards: Sequence[torch.Tensor] = ()
+    """The buffer's parts, by the rank that sums them; if it goes over the mesh."""
 
 
 _runs = itertools.count()
@@ -105,7 +114,6 @@ class Comm:
             self.started_group = True
         self.rank, self.world_size = rank(), world_size()
         self.peers = [p for p in range(self.world_size) if p != self.rank]
-        self._sending: list[tuple[dist.Work, torch.Tensor]] = []
         self._rounds: dist.ProcessGroup | None = None
         self._buckets: dist.ProcessGroup | None = None
         if self.world_size > 1:
@@ -113,9 +121,12 @@ class Comm:
             limit = datetime.timedelta(seconds=timeout)
             self._rounds = dist.new_group(timeout=limit)
             self._buckets = dist.new_group(timeout=limit)
-        self._point_to_point = device.type == "cpu"
         # All ranks look under the same key, whatever runs each process had before.
         self._failed_key = f"parallax/{self.all_gather(next(_runs))}/failed"
+        self._mesh: Mesh | None = None
+        if self.world_size > 1 and device.type == "cpu":
+            with self._watching("connecting to the other ranks"):
+                self._mesh = Mesh(self.rank, self.world_size, timeout, self.all_gather)
 
     def _check_devices(self) -> None:
         """NCCL cannot run two workers on one device. The store needs no NCCL to ask."""
@@ -164,16 +175,38 @@ class Comm:
     def all_reduce(self, buffer: torch.Tensor) -> Reduction:
         """Starts summing `buffer` over all ranks, in place."""
         if self.world_size == 1:
-            return Reduction(buffer, None)
+            return Reduction(buffer)
         self.sent.dense += 2 * buffer.nbytes * (self.world_size - 1) // self.world_size
         with self._watching("starting an AllReduce"):
-            return Reduction(buffer, dist.all_reduce(buffer, group=self._buckets, async_op=True))
+            if self._mesh is None or buffer.nbytes > DIRECT_BYTES:
+                return Reduction(buffer, dist.all_reduce(buffer, group=self._buckets, async_op=True))
+            shards = buffer.tensor_split(self.world_size)
+            for peer in self.peers:
+                self._mesh.send(peer, Kind.SHARD, shards[peer])
+            return Reduction(buffer, shards=shards)
 
     def wait(self, reduction: Reduction) -> torch.Tensor:
         if reduction.work is not None:
             with self._watching("waiting for an AllReduce"):
                 reduction.work.wait()
+        elif self._mesh is not None:
+            self._sum(self._mesh, reduction.shards)
         return reduction.buffer
+
+    def _sum(self, mesh: Mesh, shards: Sequence[torch.Tensor]) -> None:
+        own = shards[self.rank]
+        parts = list(shards)
+        for peer in self.peers:
+            with self._watching("waiting for an AllReduce", peer):
+                parts[peer] = mesh.receive(peer, Kind.SHARD).view(own.dtype)
+        torch.sum(torch.stack(parts), 0, out=own)  # in rank order; half precision is summed in single
+        for peer in self.peers:
+            mesh.send(peer, Kind.SUM, own)
+        for peer in self.peers:
+            with self._watching("waiting for an AllReduce", peer):
+                shards[peer].copy_(mesh.receive(peer, Kind.SUM).view(own.dtype))
+        with self._watching("sending a sum"):
+            mesh.finish()
 
     # -- rounds -------------------------------------------------------------------------------------
 
@@ -197,52 +230,25 @@ class Comm:
             self.sent.tables += bodies[peer].nbytes
         if self.world_size == 1:
             return headers.tolist(), list(bodies)
-        if not self._point_to_point:
+        if self._mesh is None:
             inbox = torch.empty_like(headers, device=self.device)
             with self._watching("exchanging headers"):
                 dist.all_to_all_single(inbox, headers.to(self.device), group=self._rounds)
             received = inbox.tolist()
             return received, self.swap(bodies, [body_size(h) for h in received], count=False)
-        self.finish_sends()
-        received_headers = torch.empty_like(headers)
-        received_headers[self.rank] = headers[self.rank]
-        received_bodies = list(bodies)
-        waits = [(p, self._receive(received_headers[p], p, tag=0)) for p in self.peers]
         for peer in self.peers:
-            self._send(headers[peer], peer, tag=0)
-            self._send(bodies[peer], peer, tag=1)
-        body_waits = []
-        for peer, work in waits:
+            with self._watching("sending a round", peer):
+                self._mesh.send(peer, Kind.ROUND, headers[peer], bodies[peer])
+        received, received_bodies = headers.tolist(), list(bodies)
+        num_bytes = headers[0].nbytes
+        for peer in self.peers:
             with self._watching("waiting for a round", peer):
-                work.wait()
-            buffer = torch.empty(body_size(received_headers[peer].tolist()), dtype=torch.uint8)
-            received_bodies[peer] = buffer
-            if buffer.numel():
-                body_waits.append((peer, self._receive(buffer, peer, tag=1)))
-        for peer, work in body_waits:
-            with self._watching("waiting for a round's ids and gradients", peer):
-                work.wait()
-        return received_headers.tolist(), received_bodies
-
-    @property
-    def can_tell(self) -> bool:
-        """Messages of different sizes may meet (`tell`)."""
-        return self._point_to_point
-
-    def tell(self, header: torch.Tensor, longest: int) -> None:
-        """Sends the beginning of a header (int64, shape (n,)) to each rank, in place of an `exchange`: they read it in
-        their next one, whatever the length of the headers there. Returns when it has arrived.
-
-        Args:
-            longest: length of the longest header that another rank may be sending.
-        """
-        # Taken in and not looked at: others that fail as well could not send theirs otherwise.
-        inboxes = [(p, header.new_empty(longest)) for p in self.peers]
-        taking = [(inbox, self._receive(inbox, peer, tag=0)) for peer, inbox in inboxes]
-        for peer in self.peers:
-            self._send(header, peer, tag=0)
-        self.finish_sends()
-        taking.clear()  # not before: with its handle goes the buffer
+                message = self._mesh.receive(peer, Kind.ROUND)
+            received[peer] = message[:num_bytes].view(torch.int64).tolist()
+            received_bodies[peer] = message[num_bytes:]
+        with self._watching("sending a round"):
+            self._mesh.finish()
+        return received, received_bodies
 
     def swap(self, outgoing: Sequence[torch.Tensor], sizes: Sequence[int], count: bool = True) -> list[torch.Tensor]:
         """Sends `outgoing[r]` (uint8) to each rank r and returns the `sizes[r]` bytes that r sends here."""
@@ -250,45 +256,36 @@ class Comm:
             self.sent.tables += sum(outgoing[p].nbytes for p in self.peers)
         if self.world_size == 1:
             return list(outgoing)
-        if not self._point_to_point:
+        if self._mesh is None:
             inbox = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
             with self._watching("exchanging rows"):
                 dist.all_to_all_single(
                     inbox, torch.cat(list(outgoing)), list(sizes), [t.numel() for t in outgoing], self._rounds
                 )
             return list(inbox.split(list(sizes)))
+        for peer in self.peers:
+            if outgoing[peer].numel():
+                with self._watching("sending rows", peer):
+                    self._mesh.send(peer, Kind.ROUND, outgoing[peer])
         received = list(outgoing)
-        waits = []
         for peer in self.peers:
-            received[peer] = torch.empty(sizes[peer], dtype=torch.uint8)
+            received[peer] = outgoing[peer][:0]
             if sizes[peer]:
-                waits.append((peer, self._receive(received[peer], peer, tag=2)))
-        for peer in self.peers:
-            self._send(outgoing[peer], peer, tag=2)
-        for peer, work in waits:
-            with self._watching("waiting for rows", peer):
-                work.wait()
+                with self._watching("waiting for rows", peer):
+                    received[peer] = self._mesh.receive(peer, Kind.ROUND)
+        with self._watching("sending rows"):
+            self._mesh.finish()
         return received
 
-    def _receive(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
-        with self._watching("receiving a round", peer):
-            work = dist.irecv(tensor, peer, group=self._rounds, tag=tag)
-        assert work is not None, "this rank is in the group"
-        return work
+    @property
+    def can_tell(self) -> bool:
+        """`tell_failure` works."""
+        return self._mesh is not None
 
-    def _send(self, tensor: torch.Tensor, peer: int, tag: int) -> None:
-        if tensor.numel():
-            with self._watching("sending a round", peer):
-                work = dist.isend(tensor, peer, group=self._rounds, tag=tag)
-            assert work is not None
-            self._sending.append((work, tensor))
-
-    def finish_sends(self) -> None:
-        """Waits until what was sent has left."""
-        for work, _ in self._sending:
-            with self._watching("sending a round"):
-                work.wait()
-        self._sending.clear()
+    def tell_failure(self, seconds: float) -> None:
+        """Whatever the other ranks wait for next from this one, they get to know that it has failed."""
+        if self._mesh is not None:
+            self._mesh.tell_failure(seconds)
 
     # -- failures -----------------------------------------------------------------------------------
 
@@ -328,7 +325,9 @@ class Comm:
         started = time.monotonic()
         try:
             yield
-        except RuntimeError as error:
+        except FailedError as error:
+            raise self.peer_error(str(error), patience=2.0) from None
+        except (RuntimeError, OSError) as error:
             if isinstance(error, ParallaxError):
                 raise
             waited = time.monotonic() - started
@@ -373,9 +372,11 @@ class Comm:
         """
         if self.world_size == 1:
             return
-        if wait:
-            with contextlib.suppress(RuntimeError):
-                self.finish_sends()
+        if self._mesh is not None:
+            if wait:
+                with contextlib.suppress(OSError):
+                    self._mesh.finish()
+            self._mesh.close()
         for group in (self._rounds, self._buckets):
             with contextlib.suppress(Exception):
                 dist.destroy_process_group(group)

@@ -130,7 +130,6 @@ class Rounds:
         self.comm = comm
         self.describe_settings: Callable[[], str] = lambda: "no step"
         self.tables: list[Table] = []
-        self._most_tables = 0
         self.fields = fields
         self.num_rounds = 0
         self.version = 0
@@ -142,16 +141,11 @@ class Rounds:
 
     def run(self, request: Request) -> Round:
         """One round: every rank calls this once."""
-        self._most_tables = max(self._most_tables, len(self.tables))
         headers, bodies = self._pack(request)
         received, bodies = self.comm.exchange(headers, bodies, self._body_size)
         self.num_rounds += 1
         flags = [Flag(h[_FLAGS]) for h in received]
-        try:
-            self._check(received, flags)
-        except DisagreementError:
-            self.comm.finish_sends()  # the others may still wait for what is to tell them the same
-            raise
+        self._check(received, flags)
         unpacked = [self._unpack(source, received[source], bodies[source]) for source in range(len(received))]
         for header, (asked, _) in zip(received, unpacked, strict=True):
             self._renorm(header, asked)
@@ -181,15 +175,10 @@ class Rounds:
             },
         )
 
-    def fail(self) -> None:
-        """In place of a round: the other ranks, wherever they are, read in their next one that this rank has failed.
-
-        Their plan may be older or newer than this rank's, so that headers have another length.
-        """
+    def fail(self, seconds: float) -> None:
+        """In place of a round: the other ranks, wherever they are, get to know that this rank has failed."""
         if self.comm.can_tell:
-            header = torch.tensor(self._fixed(Request(flags=Flag.FAILED), 0), dtype=torch.int64)
-            most_tables = max(self._most_tables, len(self.tables))
-            self.comm.tell(header, _FIXED + _PER_TABLE * most_tables)
+            self.comm.tell_failure(seconds)
         else:
             self.run(Request(flags=Flag.FAILED))
 

@@ -898,11 +898,11 @@ class Runtime:
         if self.phase in (Phase.FORWARD, Phase.CLOSING):
             with contextlib.suppress(Exception):  # the error at hand is the one to tell
                 self._settle()  # as the others will, who may need no rounds then
-        if self._needs_rounds():
+        if self.comm.can_tell or self._needs_rounds():
             # The others hear of it in their next round; a thread, because they may take long to come.
             def tell() -> None:
                 with contextlib.suppress(Exception):
-                    self.rounds.fail()
+                    self.rounds.fail(ANNOUNCE_SECONDS)
 
             thread = threading.Thread(target=tell, daemon=True)
             thread.start()
