@@ -20,6 +20,7 @@ from torch import nn
 
 import parallax
 from parallax import comm
+from parallax.mesh import Column
 from parallax.runtime import ANNOUNCE_SECONDS
 
 WITHIN = 10.0
@@ -96,7 +97,7 @@ def wait_in_vain(seconds: float) -> tuple[str, float]:
         patch.setattr(dist.distributed_c10d, "_get_default_store", Silent)
         started = time.monotonic()
         with pytest.raises(parallax.PeerError) as caught:
-            run.swap([torch.empty(0, dtype=torch.uint8)] * 2, [0, 1])
+            run.swap([], [Column.split(torch.empty(1, dtype=torch.uint8), [0, 1])])
         run.report_failure(caught.value)
         return str(caught.value), time.monotonic() - started
 

@@ -15,6 +15,7 @@ import itertools
 import json
 import os
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +24,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from parallax.mesh import FailedError, Kind, Mesh
+from parallax.mesh import Column, FailedError, Kind, Mesh, memory_of
 
 T = TypeVar("T")
 
@@ -182,7 +183,7 @@ class Comm:
                 return Reduction(buffer, dist.all_reduce(buffer, group=self._buckets, async_op=True))
             shards = buffer.tensor_split(self.world_size)
             for peer in self.peers:
-                self._mesh.send(peer, Kind.SHARD, shards[peer])
+                self._mesh.send(peer, Kind.SHARD, [memory_of(shards[peer])])
             return Reduction(buffer, shards=shards)
 
     def wait(self, reduction: Reduction) -> torch.Tensor:
@@ -195,87 +196,114 @@ class Comm:
 
     def _sum(self, mesh: Mesh, shards: Sequence[torch.Tensor]) -> None:
         own = shards[self.rank]
-        parts = list(shards)
-        for peer in self.peers:
-            with self._watching("waiting for an AllReduce", peer):
-                parts[peer] = mesh.receive(peer, Kind.SHARD).view(own.dtype)
-        torch.sum(torch.stack(parts), 0, out=own)  # in rank order; half precision is summed in single
-        for peer in self.peers:
-            mesh.send(peer, Kind.SUM, own)
-        for peer in self.peers:
-            with self._watching("waiting for an AllReduce", peer):
-                shards[peer].copy_(mesh.receive(peer, Kind.SUM).view(own.dtype))
-        with self._watching("sending a sum"):
+        parts = own.new_empty(self.world_size, len(own))
+        parts[self.rank] = own
+        rows = Column.split(parts, [1] * self.world_size)
+        with self._watching("waiting for an AllReduce") as waiting:
+            for peer, memory in enumerate(rows.memory()):
+                if peer != self.rank:
+                    waiting.on(peer)
+                    mesh.receive(peer, Kind.SHARD, [memory])
+            torch.sum(parts, 0, out=own)  # in rank order; half precision is summed in single
+            for peer in self.peers:
+                mesh.send(peer, Kind.SUM, [memory_of(own)])
+            for peer in self.peers:
+                waiting.on(peer)
+                mesh.receive(peer, Kind.SUM, [memory_of(shards[peer])])
             mesh.finish()
 
     # -- rounds -------------------------------------------------------------------------------------
 
     def exchange(
         self,
-        headers: torch.Tensor,
-        bodies: Sequence[torch.Tensor],
-        body_size: Callable[[list[int]], int],
-    ) -> tuple[list[list[int]], list[torch.Tensor]]:
-        """Sends a header and a body to each rank and returns what each rank sent here, in rank order.
-
-        Header and body go out back to back; a body's receive is posted when its header is in.
+        headers: Sequence[Sequence[int]],
+        outgoing: Sequence[Column],
+        make_room: Callable[[list[tuple[int, ...]]], Sequence[Column]],
+    ) -> list[tuple[int, ...]]:
+        """Sends a header and what it announces to each rank, and takes in what each rank sends here.
 
         Args:
-            headers: int64, shape (world size, header length); row r goes to rank r.
-            bodies: uint8, one per rank, of any size.
-            body_size: bytes of the body that follows a header.
+            headers: for each rank, the numbers (64 bits) for it; equally many everywhere.
+            outgoing: each rank's part of all of these follows its header.
+            make_room: told the headers that came, in rank order, it gives what is filled with what followed them. Both
+                ends of a message must agree in the number of its bytes; how columns cut it is each end's own affair.
+
+        Returns:
+            The headers that came.
         """
         for peer in self.peers:
-            self.sent.headers += headers[peer].nbytes
-            self.sent.tables += bodies[peer].nbytes
-        if self.world_size == 1:
-            return headers.tolist(), list(bodies)
+            self.sent.headers += 8 * len(headers[peer])
+        received = [tuple(header) for header in headers]
         if self._mesh is None:
-            inbox = torch.empty_like(headers, device=self.device)
-            with self._watching("exchanging headers"):
-                dist.all_to_all_single(inbox, headers.to(self.device), group=self._rounds)
-            received = inbox.tolist()
-            return received, self.swap(bodies, [body_size(h) for h in received], count=False)
-        for peer in self.peers:
-            with self._watching("sending a round", peer):
-                self._mesh.send(peer, Kind.ROUND, headers[peer], bodies[peer])
-        received, received_bodies = headers.tolist(), list(bodies)
-        num_bytes = headers[0].nbytes
-        for peer in self.peers:
-            with self._watching("waiting for a round", peer):
-                message = self._mesh.receive(peer, Kind.ROUND)
-            received[peer] = message[:num_bytes].view(torch.int64).tolist()
-            received_bodies[peer] = message[num_bytes:]
-        with self._watching("sending a round"):
+            if self.world_size > 1:
+                mine = torch.tensor(headers, dtype=torch.int64).to(self.device)
+                inbox = torch.empty_like(mine)
+                with self._watching("exchanging headers"):
+                    dist.all_to_all_single(inbox, mine, group=self._rounds)
+                received = [tuple(header) for header in inbox.tolist()]
+            self.swap(outgoing, make_room(received))
+            return received
+        numbers = struct.Struct(f"<{len(headers[0])}q")
+        messages = list(zip(*(column.memory() for column in outgoing), strict=True)) or [()] * self.world_size
+        header = memoryview(bytearray(numbers.size))
+        sizes = [0] * self.world_size
+        with self._watching("sending a round") as waiting:
+            for peer in self.peers:
+                waiting.on(peer)
+                self._mesh.send(peer, Kind.ROUND, [numbers.pack(*headers[peer]), *messages[peer]])
+                self.sent.tables += sum(map(len, messages[peer]))
+        with self._watching("waiting for a round") as waiting:
+            for peer in self.peers:
+                waiting.on(peer)
+                sizes[peer] = self._mesh.open(peer, Kind.ROUND)
+                self._mesh.read(peer, [header])
+                received[peer] = numbers.unpack(header)
+        room = make_room(received)
+        inboxes = list(zip(*(column.memory() for column in room), strict=True)) or [()] * self.world_size
+        with self._watching("waiting for a round's ids and gradients") as waiting:
+            for peer in self.peers:
+                waiting.on(peer)
+                announced = numbers.size + sum(map(len, inboxes[peer]))
+                if sizes[peer] != announced:
+                    raise OSError(f"{sizes[peer]} bytes came where the header announced {announced}")
+                self._mesh.read(peer, inboxes[peer])
             self._mesh.finish()
-        return received, received_bodies
-
-    def swap(self, outgoing: Sequence[torch.Tensor], sizes: Sequence[int], count: bool = True) -> list[torch.Tensor]:
-        """Sends `outgoing[r]` (uint8) to each rank r and returns the `sizes[r]` bytes that r sends here."""
-        if count:
-            self.sent.tables += sum(outgoing[p].nbytes for p in self.peers)
-        if self.world_size == 1:
-            return list(outgoing)
-        if self._mesh is None:
-            inbox = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
-            with self._watching("exchanging rows"):
-                dist.all_to_all_single(
-                    inbox, torch.cat(list(outgoing)), list(sizes), [t.numel() for t in outgoing], self._rounds
-                )
-            return list(inbox.split(list(sizes)))
-        for peer in self.peers:
-            if outgoing[peer].numel():
-                with self._watching("sending rows", peer):
-                    self._mesh.send(peer, Kind.ROUND, outgoing[peer])
-        received = list(outgoing)
-        for peer in self.peers:
-            received[peer] = outgoing[peer][:0]
-            if sizes[peer]:
-                with self._watching("waiting for rows", peer):
-                    received[peer] = self._mesh.receive(peer, Kind.ROUND)
-        with self._watching("sending rows"):
-            self._mesh.finish()
+        _copy(messages[self.rank], inboxes[self.rank])
         return received
+
+    def swap(self, outgoing: Sequence[Column], room: Sequence[Column]) -> None:
+        """Sends each rank its part of `outgoing`, and fills `room` with what each sends here. Both ends know how much
+        that is; nothing travels between two ranks that have nothing for each other."""
+        if self._mesh is not None:
+            messages = list(zip(*(column.memory() for column in outgoing), strict=True)) or [()] * self.world_size
+            inboxes = list(zip(*(column.memory() for column in room), strict=True)) or [()] * self.world_size
+            with self._watching("sending rows") as waiting:
+                for peer in self.peers:
+                    if any(messages[peer]):
+                        waiting.on(peer)
+                        self._mesh.send(peer, Kind.ROUND, messages[peer])
+                        self.sent.tables += sum(map(len, messages[peer]))
+            _copy(messages[self.rank], inboxes[self.rank])
+            with self._watching("waiting for rows") as waiting:
+                for peer in self.peers:
+                    if any(inboxes[peer]):
+                        waiting.on(peer)
+                        self._mesh.receive(peer, Kind.ROUND, inboxes[peer])
+                self._mesh.finish()
+            return
+        ranks = range(self.world_size)
+        num_sent, num_got = ([sum(c.num_bytes(r) for c in columns) for r in ranks] for columns in (outgoing, room))
+        nothing = torch.empty(0, dtype=torch.uint8, device=self.device)
+        packed = torch.cat([nothing, *(c.part(r).reshape(-1).view(torch.uint8) for r in ranks for c in outgoing)])
+        if self.world_size > 1:
+            self.sent.tables += sum(num_sent) - num_sent[self.rank]
+            inbox = torch.empty(sum(num_got), dtype=torch.uint8, device=self.device)
+            with self._watching("exchanging rows"):
+                dist.all_to_all_single(inbox, packed, num_got, num_sent, self._rounds)
+            packed = inbox
+        parts = [c.part(r) for r in ranks for c in room]
+        for part, arrived in zip(parts, packed.split([part.nbytes for part in parts]), strict=True):
+            part.view(-1).view(torch.uint8).copy_(arrived)
 
     @property
     def can_tell(self) -> bool:
@@ -321,17 +349,18 @@ class Comm:
             time.sleep(0.05)
 
     @contextlib.contextmanager
-    def _watching(self, doing: str, peer: int | None = None) -> Iterator[None]:
-        started = time.monotonic()
+    def _watching(self, doing: str) -> Iterator[_Waiting]:
+        """Breakdowns in here are told in our words. What it gives is to be told on which rank it waits."""
+        waiting = _Waiting()
         try:
-            yield
+            yield waiting
         except FailedError as error:
             raise self.peer_error(str(error), patience=2.0) from None
         except (RuntimeError, OSError) as error:
             if isinstance(error, ParallaxError):
                 raise
-            waited = time.monotonic() - started
-            who = "another rank" if peer is None else f"rank {peer}"
+            waited = time.monotonic() - waiting.started
+            who = "another rank" if waiting.peer is None else f"rank {waiting.peer}"
             what = f"is gone ({error})"
             if waited >= self.timeout * 0.9:
                 what = f"has been silent for {waited:.0f} s (Config.timeout={self.timeout:g})"
@@ -384,6 +413,25 @@ class Comm:
             with contextlib.suppress(Exception):
                 dist.destroy_process_group()
         self._rounds = self._buckets = None
+
+
+class _Waiting:
+    """For which rank, and since when."""
+
+    def __init__(self) -> None:
+        self.peer: int | None = None
+        self.started = time.monotonic()
+
+    def on(self, peer: int) -> None:
+        self.peer, self.started = peer, time.monotonic()
+
+
+def _copy(source: Sequence[memoryview | bytes], target: Sequence[memoryview]) -> None:
+    """Copies bytes, however both sides are cut."""
+    whole = source[0] if len(source) == 1 else memoryview(b"".join(source))
+    for piece in filter(None, target):
+        piece[:] = whole[: len(piece)]
+        whole = whole[len(piece) :]
 
 
 def _within(seconds: float, ask: Callable[[], T]) -> T | None:

@@ -8,13 +8,14 @@ the row gradients with the table; they travel when the backward pass is over.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.utils._pytree import tree_map
 
+from parallax.mesh import Column
 from parallax.plan import Placement
 from parallax.rounds import Ask, Request, Round
 from parallax.table import SKIPPED, Table, Window
@@ -180,10 +181,7 @@ class Deferred(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        def value(x: Any) -> Any:
-            return x._value() if isinstance(x, Deferred) else x
-
-        out = func(*tree_map(value, args), **tree_map(value, kwargs or {}))
+        out = func(*_values(args), **{name: _value(x) for name, x in (kwargs or {}).items()})
         for arg in args:  # an in-place operation returns the tensor that it was called on
             if isinstance(arg, Deferred) and out is arg._value():
                 return arg
@@ -202,6 +200,15 @@ class Deferred(torch.Tensor):
 
     def __deepcopy__(self, memo: Any) -> torch.Tensor:
         return self.detach().clone().requires_grad_(self.requires_grad)
+
+
+def _value(x: Any) -> Any:
+    """`x`, an argument of an operation, with values for what is deferred."""
+    return x._value() if isinstance(x, Deferred) else _values(x) if isinstance(x, (list, tuple)) else x
+
+
+def _values(arguments: Sequence[Any]) -> list[Any]:
+    return [_value(x) for x in arguments]
 
 
 class _Apply(torch.autograd.Function):
@@ -328,12 +335,12 @@ class Lookups:
         self.before_read()
         keys = torch.arange(table.world_size, device=table.device)[:, None] * table.partitioning.stride
         held = [keys[r, 0] + torch.arange(n, device=table.device) for r, n in enumerate(table.partitioning.num_held)]
-        positions = [table.partitioning.positions(k, owner) for owner, k in enumerate(held)]
-        ask = Ask(table, positions, [0] * table.world_size)
-        rows = self._run_round(Request(asks=[ask], field=field)).rows[0]
+        positions = table.partitioning.positions(torch.cat(held))
+        ask = Ask(table, Column.split(positions[:0], [0] * len(held)), Column.split(positions, map(len, held)))
+        _, rows = self._run_round(Request(asks=[ask], field=field)).rows[0]
         order = torch.cat([table.partitioning.rows_of(r) for r in range(table.world_size)])
-        whole = torch.empty(table.num_rows, rows[0].shape[1], dtype=rows[0].dtype, device=table.device)
-        whole[order] = torch.cat(rows)
+        whole = torch.empty_like(rows)
+        whole[order] = rows
         return whole
 
     def flush(self) -> None:
@@ -362,27 +369,16 @@ class Lookups:
         for w in wanted:
             partitioning = w.table.partitioning
             assert partitioning is not None
-            leased, unleased = partitioning.split(w.leased), partitioning.split(w.unleased)
-            positions = [
-                torch.cat(
-                    [
-                        partitioning.positions(w.leased[leased[o] : leased[o + 1]], o),
-                        partitioning.positions(w.unleased[unleased[o] : unleased[o + 1]], o),
-                    ]
-                )
-                for o in range(w.table.world_size)
-            ]
-            counts = [leased[o + 1] - leased[o] for o in range(w.table.world_size)]
-            asks.append(Ask(w.table, positions, counts, w.table.window.renorm))
-            cuts.append(leased)
+            cut, others = partitioning.split(w.leased), partitioning.split(w.unleased)
+            leased = Column(partitioning.positions(w.leased), list(itertools.pairwise(cut)))
+            unleased = Column(partitioning.positions(w.unleased), list(itertools.pairwise(others)))
+            asks.append(Ask(w.table, leased, unleased, w.table.window.renorm))
+            cuts.append(cut)
         answers = self._run_round(Request(asks=asks)).rows
-        unleased_rows = []
-        for w, ask, cut, rows in zip(wanted, asks, cuts, answers, strict=True):
+        for w, cut, (rows, _) in zip(wanted, cuts, answers, strict=True):
             if w.leased.numel():
-                new = torch.cat([r[:n] for r, n in zip(rows, ask.num_leased, strict=True)])
-                w.table.window.add(w.leased, new, cut)
-            unleased_rows.append(torch.cat([r[n:] for r, n in zip(rows, ask.num_leased, strict=True)]))
-        return unleased_rows
+                w.table.window.add(w.leased, rows, cut)
+        return [rows for _, rows in answers]
 
     def _want(self, table: Table, lookups: list[Lookup]) -> _Wanted:
         assert table.partitioning is not None

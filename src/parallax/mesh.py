@@ -10,15 +10,19 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import enum
 import fcntl
+import functools
+import itertools
+import math
 import os
 import secrets
 import select
 import socket
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -44,6 +48,43 @@ class Kind(enum.IntEnum):
     """The sender has failed; nothing follows."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """A tensor of which each rank gets, or brings, some rows: `tensor[a:b]` with `(a, b) = spans[rank]`."""
+
+    tensor: torch.Tensor
+    """Contiguous, of any shape and dtype, with rows."""
+    spans: Sequence[tuple[int, int]]
+
+    @classmethod
+    def split(cls, tensor: torch.Tensor, num_rows: Iterable[int]) -> Column:
+        """The first `num_rows[0]` rows belong to rank 0, the next to rank 1, and so on."""
+        ends = list(itertools.accumulate(num_rows))
+        return cls(tensor, list(zip([0, *ends], ends, strict=False)))
+
+    @classmethod
+    def same(cls, tensor: torch.Tensor, world_size: int) -> Column:
+        """All of it belongs to every rank."""
+        return cls(tensor, [(0, len(tensor))] * world_size)
+
+    def part(self, rank: int) -> torch.Tensor:
+        a, b = self.spans[rank]
+        return self.tensor[a:b]
+
+    def num_bytes(self, rank: int) -> int:
+        a, b = self.spans[rank]
+        return (b - a) * self.row_bytes
+
+    @functools.cached_property
+    def row_bytes(self) -> int:
+        return self.tensor.itemsize * math.prod(self.tensor.shape[1:])
+
+    def memory(self) -> list[memoryview]:
+        """The bytes of each rank's part, where they are (on the CPU)."""
+        whole, size = memory_of(self.tensor), self.row_bytes
+        return [whole[a * size : b * size] for a, b in self.spans]
+
+
 class FailedError(RuntimeError):
     """A peer says that it has failed."""
 
@@ -64,8 +105,6 @@ class Mesh:
         """
         self._timeout = timeout
         self._sockets: dict[int, socket.socket] = {}
-        self._outgoing: dict[int, collections.deque[memoryview]] = {}
-        self._arrived: dict[tuple[int, Kind], collections.deque[torch.Tensor]] = {}
         with _listen() as listener:
             listener.settimeout(timeout)
             token = secrets.token_bytes(16)
@@ -83,64 +122,97 @@ class Mesh:
                 caller = _greet(connection, token, timeout)
                 if caller is not None:
                     self._sockets[caller] = connection
-        for peer, connection in self._sockets.items():
+        for connection in self._sockets.values():
             _set_up(connection, timeout)
-            self._outgoing[peer] = collections.deque()
-            for kind in Kind:
-                self._arrived[peer, kind] = collections.deque()
+        self._outgoing: dict[int, collections.deque[memoryview | bytes]] = {
+            p: collections.deque() for p in self._sockets
+        }
+        """Per peer, what the system has not taken over yet."""
+        self._waiting: set[int] = set()
+        """Peers for which there is something in `_outgoing`."""
+        self._early: dict[tuple[int, int], collections.deque[memoryview]] = collections.defaultdict(collections.deque)
+        """Per peer and kind, messages that came before this rank asked for one of their kind."""
+        self._open: dict[int, memoryview | None] = {}
+        """Per peer, what is left of the message that is being read; None: it is in the connection."""
 
-    def send(self, peer: int, kind: Kind, *pieces: torch.Tensor) -> None:
-        """Sends the bytes of `pieces` (contiguous, on the CPU) as one message; they must not change until `finish`."""
-        views = [_bytes_of(piece) for piece in pieces if piece.numel()]
-        num_bytes = sum(map(len, views))
+    def send(self, peer: int, kind: Kind, pieces: Sequence[memoryview | bytes]) -> None:
+        """Sends `pieces` as one message; they must not change until `finish`."""
+        num_bytes = sum(map(len, pieces))
         queue = self._outgoing[peer]
-        queue.append(memoryview(_PREFIX.pack(kind, num_bytes)))
-        queue.extend(views)
+        queue.append(_PREFIX.pack(kind, num_bytes))
+        queue.extend(piece for piece in pieces if piece)
+        self._waiting.add(peer)
         if num_bytes >= SEND_AT_ONCE_BYTES:
             self._write(peer)
 
-    def receive(self, peer: int, kind: Kind) -> torch.Tensor:
-        """The next message of a kind from `peer`: uint8, of any length. What this rank has sent leaves meanwhile.
+    def open(self, peer: int, kind: Kind) -> int:
+        """Waits for the next message of a kind from `peer`, to be taken in by `read`. What was sent leaves meanwhile.
+
+        Returns:
+            Its number of bytes.
 
         Raises:
             FailedError: the peer says that it has failed.
             OSError: the connection is broken.
             TimeoutError: the peer was silent for too long.
         """
-        self._write_all()
-        arrived = self._arrived[peer, kind]
-        while not arrived:
+        if self._waiting:
+            self._write_all()
+        early = self._early[peer, kind]
+        if early:
+            self._open[peer] = early.popleft()
+            return len(self._open[peer] or b"")
+        self._open[peer] = None
+        while True:
             prefix = bytearray(_PREFIX.size)
-            self._read(peer, memoryview(prefix))
+            self._receive(peer, [memoryview(prefix)])
             number, num_bytes = _PREFIX.unpack(prefix)
+            if number == kind:
+                return int(num_bytes)
             if number == Kind.FAILED:
                 raise FailedError(f"rank {peer} has failed")
-            message = torch.empty(num_bytes, dtype=torch.uint8)
-            if num_bytes:
-                self._read(peer, _bytes_of(message))
-            self._arrived[peer, Kind(number)].append(message)
-        return arrived.popleft()
+            message = memoryview(bytearray(num_bytes))
+            self._receive(peer, [message])
+            self._early[peer, number].append(message)
+
+    def read(self, peer: int, into: Sequence[memoryview]) -> None:
+        """Takes in the next bytes of the message that was opened; raises as `open` does."""
+        message = self._open[peer]
+        if message is None:
+            self._receive(peer, into)
+            return
+        for view in filter(None, into):
+            view[:] = message[: len(view)]
+            message = message[len(view) :]
+        self._open[peer] = message
+
+    def receive(self, peer: int, kind: Kind, into: Sequence[memoryview]) -> None:
+        """Takes in a whole message of that size."""
+        num_bytes, expected = self.open(peer, kind), sum(map(len, into))
+        if num_bytes != expected:
+            raise OSError(f"{num_bytes} bytes came where {expected} were expected")
+        self.read(peer, into)
 
     def finish(self) -> None:
         """Waits until the system has taken over all that was sent."""
         self._write_all()
-        while any(self._outgoing.values()):
+        while self._waiting:
             self._pump(None)
 
     def tell_failure(self, seconds: float) -> None:
         """Tells every peer that this rank has failed, as far as that is possible within `seconds`."""
         for peer, queue in self._outgoing.items():
-            queue.append(memoryview(_PREFIX.pack(Kind.FAILED, 0)))
-            with contextlib.suppress(OSError):
-                self._write(peer)
+            queue.append(_PREFIX.pack(Kind.FAILED, 0))
+            self._waiting.add(peer)
         deadline = time.monotonic() + seconds
-        while any(self._outgoing.values()) and time.monotonic() < deadline:
-            for peer, queue in self._outgoing.items():
+        while self._waiting and time.monotonic() < deadline:
+            for peer in list(self._waiting):
                 try:
                     self._write(peer)
                 except OSError:
-                    queue.clear()  # it is gone
-            time.sleep(0.01)
+                    self._waiting.discard(peer)  # it is gone
+            if self._waiting:
+                time.sleep(0.01)
 
     def close(self) -> None:
         for connection in self._sockets.values():
@@ -149,60 +221,73 @@ class Mesh:
     # -- bytes ----------------------------------------------------------------------------------------
 
     def _write_all(self) -> None:
-        for peer, queue in self._outgoing.items():
-            if queue:
-                self._write(peer)
+        for peer in list(self._waiting):
+            self._write(peer)
 
     def _write(self, peer: int) -> None:
         """Hands over as much as the system takes now."""
         queue, connection = self._outgoing[peer], self._sockets[peer]
         while queue:
-            pieces = [queue[i] for i in range(min(len(queue), _MOST_PIECES))]
+            pieces = list(itertools.islice(queue, _MOST_PIECES))
             try:
                 num_taken = connection.sendmsg(pieces, (), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
             except BlockingIOError:
                 return
-            while queue and num_taken >= len(queue[0]):
-                num_taken -= len(queue.popleft())
-            if num_taken:
-                queue[0] = queue[0][num_taken:]
+            _drop(queue, num_taken)
+        self._waiting.discard(peer)
 
-    def _read(self, peer: int, into: memoryview) -> None:
-        connection, num_read = self._sockets[peer], 0
-        while num_read < len(into):
-            writing = any(self._outgoing.values())
+    def _receive(self, peer: int, into: Sequence[memoryview]) -> None:
+        connection, left = self._sockets[peer], collections.deque(view for view in into if view)
+        while left:
+            writing = bool(self._waiting)
             if writing:
                 self._pump(peer)
             try:
                 # Sleeps until all of it is there, not packet by packet, unless others wait for this rank meanwhile.
                 flags = socket.MSG_DONTWAIT if writing else socket.MSG_WAITALL
-                num_new = connection.recv_into(into[num_read:], 0, flags)
+                if len(left) == 1:
+                    num_read = connection.recv_into(left[0], 0, flags)
+                else:
+                    num_read = connection.recvmsg_into(list(itertools.islice(left, _MOST_PIECES)), 0, flags)[0]
             except BlockingIOError:
                 if writing:
                     continue
                 raise TimeoutError("timed out") from None
-            if not num_new:
+            if not num_read:
                 raise ConnectionResetError("connection closed by peer")
-            num_read += num_new
+            _drop(left, num_read)
 
     def _pump(self, reading: int | None) -> None:
-        """Writes until all that was sent is taken over, or there is something to read from `reading`."""
+        """Waits until something that was sent can leave, or there is something to read from `reading`."""
         poll, peers = select.poll(), {}
-        for peer, queue in self._outgoing.items():
-            events = (select.POLLOUT if queue else 0) | (select.POLLIN if peer == reading else 0)
-            if events:
-                peers[self._sockets[peer].fileno()] = peer
-                poll.register(self._sockets[peer], events)
+        for peer in self._waiting | ({reading} if reading is not None else set()):
+            events = (select.POLLOUT if peer in self._waiting else 0) | (select.POLLIN if peer == reading else 0)
+            peers[self._sockets[peer].fileno()] = peer
+            poll.register(self._sockets[peer], events)
         ready = poll.poll(self._timeout * 1000)
         if not ready:
             raise TimeoutError("timed out")
         for descriptor, _ in ready:
-            self._write(peers[descriptor])
+            if peers[descriptor] in self._waiting:
+                self._write(peers[descriptor])
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
-    return memoryview(array)
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a tensor (contiguous, on the CPU), where they are."""
+    if not tensor.numel():
+        return memoryview(b"")
+    if tensor.dtype is torch.bfloat16:  # which NumPy does not know
+        tensor = tensor.view(torch.int16)
+    array: Any = tensor.detach().numpy()
+    return memoryview(array).cast("B")
+
+
+def _drop(views: collections.deque[Any], num_bytes: int) -> None:
+    """Takes the first bytes off a row of memories."""
+    while views and num_bytes >= len(views[0]):
+        num_bytes -= len(views.popleft())
+    if num_bytes:
+        views[0] = memoryview(views[0])[num_bytes:]
 
 
 def _listen() -> socket.socket:

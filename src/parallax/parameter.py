@@ -135,8 +135,21 @@ def _copied(p: nn.Parameter, data: torch.Tensor, memo: Any) -> nn.Parameter:
 
 def _parameters(args: Any, kwargs: Any) -> list[Any]:
     """The adopted parameters among the arguments, each once."""
-    found = {id(x): x for x in tree_flatten((args, kwargs))[0] if isinstance(x, (WatchedParameter, ShardedParameter))}
+    found: dict[int, Any] = {}
+    _find(args, found)
+    if kwargs:
+        _find(kwargs.values(), found)
     return list(found.values())
+
+
+def _find(arguments: Any, found: dict[int, Any]) -> None:
+    for x in arguments:
+        if isinstance(x, (WatchedParameter, ShardedParameter)):
+            found[id(x)] = x
+        elif isinstance(x, (list, tuple)):
+            _find(x, found)
+        elif isinstance(x, dict):
+            _find(x.values(), found)
 
 
 def _has_graph(out: Any) -> bool:

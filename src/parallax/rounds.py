@@ -9,43 +9,42 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import struct
 from collections.abc import Callable, Collection, Sequence
 
 import torch
 
 from parallax.comm import Comm, DisagreementError, ParallaxError
+from parallax.mesh import Column
 from parallax.table import Incoming, Push, Table
 
 
-class Flag(enum.IntFlag):
-    """What a rank says of itself in a header."""
+class Flag:
+    """What a rank says of itself in a header: bits of an int."""
 
-    DONE = enum.auto()
+    DONE = 1
     """This rank has pushed all gradients of its backward."""
-    OUT = enum.auto()
+    OUT = 2**1
     """This rank has no more data; it serves."""
-    LEFT = enum.auto()
+    LEFT = 2**2
     """This rank's program has ended; it serves until all have ended."""
-    FAILED = enum.auto()
+    FAILED = 2**3
     """This rank has failed; its error is in the store."""
-    NEWS = enum.auto()
+    NEWS = 2**4
     """This rank saw a parameter used in a way that the plan does not know."""
-    ACTIVE = enum.auto()
+    ACTIVE = 2**5
     """This rank, which is out of data, had some in the latest step."""
-    CLEAN = enum.auto()
+    CLEAN = 2**6
     """This rank has no gradients."""
-    STEP = enum.auto()
+    STEP = 2**7
     """This rank is about to run an optimizer and brings what ranks without data need to do the same."""
-    LOCAL = enum.auto()
+    LOCAL = 2**8
     """This rank keeps its dense gradients to itself for now."""
-    REDUCE = enum.auto()
+    REDUCE = 2**9
     """This rank brings a number for `parallax.reduce`, and waits for those of the others."""
-    CHANGED = enum.auto()
+    CHANGED = 2**10
     """This rank is about to read gradients and brings what was done to them, for ranks without data."""
-
-
-NO_FLAG = Flag(0)
 
 
 class Want(enum.IntEnum):
@@ -59,11 +58,11 @@ class Want(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Ask:
-    """Rows of one table wanted from each owner: positions there, the first `num_leased` of them on lease."""
+    """Rows of one table wanted from each owner, by their positions there: some on lease, some just to be read."""
 
     table: Table
-    positions: list[torch.Tensor]
-    num_leased: list[int]
+    leased: Column
+    unleased: Column
     renorm: tuple[float, float] | None = None
     """(max_norm, norm_type): the owner first scales down rows whose norm is larger."""
 
@@ -72,7 +71,8 @@ class Ask:
 class Request:
     """What this rank brings to a round."""
 
-    flags: Flag = NO_FLAG
+    flags: int = 0
+    """Of `Flag`."""
     asks: Sequence[Ask] = ()
     pushes: Sequence[Push] = ()
     want: Want = Want.ROWS
@@ -92,12 +92,12 @@ class Request:
 class Round:
     """What one round brought; flags and weights are equal on all ranks."""
 
-    flags: list[Flag]
+    flags: list[int]
     weights: list[float]
-    rows: list[list[torch.Tensor]]
-    """Per ask, per owner, the rows asked for, shape (n, width)."""
-    norms: list[torch.Tensor]
-    """Per rank, float64, one part per table; empty if none were wanted."""
+    rows: list[tuple[torch.Tensor, torch.Tensor]]
+    """Per ask, the rows on lease and the others, each from all owners in turn, shape (n, width)."""
+    norms: torch.Tensor | None
+    """Float64, shape (world size, tables): each rank's part of each table's norm, if they were wanted."""
     blobs: list[torch.Tensor]
     dropped: set[Table]
     """Those of `Request.dropped` on every rank that has pushed all its gradients."""
@@ -111,9 +111,9 @@ class Round:
 _FIXED = 9
 _VERSION, _FLAGS, _WEIGHT, _LOOP, _WANT, _FIELD, _ORDER, _SETTINGS, _BLOB = range(_FIXED)
 _PER_TABLE = 6
-_ASKED, _LEASED, _PUSHED, _PARTIAL, _MAX_NORM, _NORM_TYPE = range(_PER_TABLE)
-_DROPPED = 2
-"""Added to _PARTIAL (0 or 1) for `Request.dropped`."""
+_ASKED, _LEASED, _PUSHED, _MARKS, _MAX_NORM, _NORM_TYPE = range(_PER_TABLE)
+_SOME, _DROPPED = 1, 2
+"""Bits of _MARKS: gradients for some of the leases only; `Request.dropped`."""
 _NOT_PUSHED = -1
 _NO_RENORM = -1.0
 
@@ -141,38 +141,34 @@ class Rounds:
 
     def run(self, request: Request) -> Round:
         """One round: every rank calls this once."""
-        headers, bodies = self._pack(request)
-        received, bodies = self.comm.exchange(headers, bodies, self._body_size)
+        arrivals: list[_Arrival] = []
+        blobs: list[torch.Tensor] = []
+
+        def make_room(headers: Sequence[Sequence[int]]) -> list[Column]:
+            if any(h[_FLAGS] & Flag.FAILED for h in headers):  # nothing follows
+                return []
+            for i, table in enumerate(self.tables):
+                at = _FIXED + _PER_TABLE * i
+                arrivals.append(_Arrival(table, [h[at : at + _PER_TABLE] for h in headers]))
+            sizes = [h[_BLOB] for h in headers]
+            blob = Column.split(torch.empty(sum(sizes), dtype=torch.uint8, device=self.comm.device), sizes)
+            blobs.extend(map(blob.part, range(len(headers))))
+            return [column for arrival in arrivals for column in arrival.columns] + [blob]
+
+        received = self.comm.exchange(*self._pack(request), make_room)
         self.num_rounds += 1
-        flags = [Flag(h[_FLAGS]) for h in received]
+        flags = [h[_FLAGS] for h in received]
         self._check(received, flags)
-        unpacked = [self._unpack(source, received[source], bodies[source]) for source in range(len(received))]
-        for header, (asked, _) in zip(received, unpacked, strict=True):
-            self._renorm(header, asked)
-        answers = [self._answer(h, asked) for h, (asked, _) in zip(received, unpacked, strict=True)]
-        sizes = self._answer_sizes(request)
-        got = self.comm.swap(answers, sizes)
-        rows: list[list[torch.Tensor]] = []
-        norms: list[torch.Tensor] = []
-        if request.want is Want.NORMS:
-            norms = [b.view(torch.float64) for b in got]
-        elif request.asks:
-            rows = self._split_answers(request, got)
+        for arrival in arrivals:
+            arrival.note()
+        rows, norms = self._swap(request, received, arrivals)
         return Round(
             flags=flags,
             weights=[_float(h[_WEIGHT]) for h in received],
             rows=rows,
             norms=norms,
-            blobs=[blob for _, blob in unpacked],
-            dropped={
-                table
-                for i, table in enumerate(self.tables)
-                if all(
-                    header[_FIXED + _PER_TABLE * i + _PARTIAL] & _DROPPED
-                    for header, f in zip(received, flags, strict=True)
-                    if f & Flag.DONE
-                )
-            },
+            blobs=blobs,
+            dropped={a.table for a in arrivals if a.dropped_by([bool(f & Flag.DONE) for f in flags])},
         )
 
     def fail(self, seconds: float) -> None:
@@ -184,41 +180,42 @@ class Rounds:
 
     # -- outgoing -----------------------------------------------------------------------------------
 
-    def _pack(self, request: Request) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def _pack(self, request: Request) -> tuple[list[list[int]], list[Column]]:
+        """For each rank a header; and what follows it."""
         asks = {ask.table: ask for ask in request.asks}
         pushes = {push.table: push for push in request.pushes}
-        blob = request.blob if request.blob is not None else _no_bytes(self.comm.device)
-        fixed = self._fixed(request, blob.numel())
-        headers, bodies = [], []
-        for owner in range(self.comm.world_size):
-            header, pieces = list(fixed), []
-            for table in self.tables:
-                ask, push = asks.get(table), pushes.get(table)
-                asked, leased, pushed, partial = 0, 0, _NOT_PUSHED, 0
-                max_norm, norm_type = ask.renorm if ask is not None and ask.renorm else (_NO_RENORM, 2.0)
-                if ask is not None:
-                    asked, leased = ask.positions[owner].numel(), ask.num_leased[owner]
-                    pieces.append(ask.positions[owner])
-                if push is not None:
-                    positions, grads = push.positions[owner], push.grads[owner]
-                    if push.ids is not None:
-                        asked = push.ids[owner].numel()
-                        pieces.append(push.ids[owner])
-                    pushed, partial = grads.shape[0], int(positions is not None)
-                    if positions is not None:
-                        pieces.append(positions)
-                    pieces.append(grads)
-                partial |= _DROPPED if table in request.dropped else 0
-                header += [asked, leased, pushed, partial, _bits(max_norm), _bits(norm_type)]
-            headers.append(header)
-            bodies.append(_join_bytes([*pieces, blob], self.comm.device))
-        return torch.tensor(headers, dtype=torch.int64), bodies
+        fixed = self._fixed(request, 0 if request.blob is None else request.blob.numel())
+        world_size = self.comm.world_size
+        columns: list[Column] = []
+        nothing: Sequence[tuple[int, int]] = [(0, 0)] * world_size
+        headers = [list(fixed) for _ in range(world_size)]
+        for table in self.tables:
+            ask, push = asks.get(table), pushes.get(table)
+            marks = _DROPPED if table in request.dropped else 0
+            renorm, leased, unleased = (_NO_RENORM, 2.0), nothing, nothing
+            brought: Sequence[tuple[int, int]] | None = None
+            if ask is not None:
+                renorm, leased, unleased = ask.renorm or renorm, ask.leased.spans, ask.unleased.spans
+                columns += (ask.leased, ask.unleased)
+            if push is not None:
+                marks |= _SOME if push.positions is not None else 0
+                brought, unleased = push.grads.spans, push.ids.spans if push.ids is not None else unleased
+                columns += (column for column in (push.ids, push.positions, push.grads) if column is not None)
+            tail = (marks, _bits(renorm[0]), _bits(renorm[1]))
+            for r, header in enumerate(headers):
+                num_leased = leased[r][1] - leased[r][0]
+                num_asked = num_leased + unleased[r][1] - unleased[r][0]
+                num_brought = _NOT_PUSHED if brought is None else brought[r][1] - brought[r][0]
+                header += (num_asked, num_leased, num_brought, *tail)
+        if request.blob is not None:
+            columns.append(Column.same(request.blob, world_size))
+        return headers, columns
 
     def _fixed(self, request: Request, num_blob_bytes: int) -> list[int]:
         """The part of a header that does not depend on the tables."""
         return [
             self.version,
-            int(request.flags),
+            request.flags,
             _bits(request.weight),
             self.loop,
             int(request.want),
@@ -228,33 +225,9 @@ class Rounds:
             num_blob_bytes,
         ]
 
-    def _answer_sizes(self, request: Request) -> list[int]:
-        """Bytes that each rank answers with."""
-        if request.want is Want.NORMS:
-            return [8 * len(self.tables)] * self.comm.world_size
-        sizes = [0] * self.comm.world_size
-        for ask in request.asks:
-            field = self._field(ask.table, request.field)
-            for owner, positions in enumerate(ask.positions):
-                sizes[owner] += _padded(positions.numel() * field.shape[1] * field.dtype.itemsize)
-        return sizes
-
-    def _split_answers(self, request: Request, got: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-        cursors = [_Cursor(buffer) for buffer in got]
-        rows = {}
-        for ask in sorted(request.asks, key=lambda ask: self.tables.index(ask.table)):  # as owners answer
-            field = self._field(ask.table, request.field)
-            width = field.shape[1]
-            per_owner = []
-            for owner, cursor in enumerate(cursors):
-                n = ask.positions[owner].numel()
-                per_owner.append(cursor.take(n * width, field.dtype).view(n, width))
-            rows[ask.table] = per_owner
-        return [rows[ask.table] for ask in request.asks]
-
     # -- incoming -----------------------------------------------------------------------------------
 
-    def _check(self, headers: list[list[int]], flags: list[Flag]) -> None:
+    def _check(self, headers: Sequence[Sequence[int]], flags: Sequence[int]) -> None:
         if any(f & Flag.FAILED for f in flags):
             raise self.comm.peer_error("another rank failed", patience=2.0)
         reducing = [rank for rank, f in enumerate(flags) if f & Flag.REDUCE]
@@ -293,56 +266,35 @@ class Rounds:
                 f"over sharded data to its end"
             )
 
-    def _body_size(self, header: list[int]) -> int:
-        if Flag(header[_FLAGS]) & Flag.FAILED:  # nothing follows
-            return 0
-        size = 0
-        for i, table in enumerate(self.tables):
-            asked, _, pushed, partial, _, _ = header[_FIXED + _PER_TABLE * i :][:_PER_TABLE]
-            size += _padded(asked * table.id_dtype.itemsize)
-            if pushed != _NOT_PUSHED:
-                size += _padded(4 * pushed) * (partial & 1) + _padded(pushed * table.push_width * table.dtype.itemsize)
-        return size + _padded(header[_BLOB])
-
-    def _unpack(self, source: int, header: list[int], body: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """Notes leases and gradients from `source`; returns the positions asked for per table, and its blob."""
-        cursor = _Cursor(body)
-        asked_positions = []
-        for i, table in enumerate(self.tables):
-            asked, leased, pushed, partial, _, _ = header[_FIXED + _PER_TABLE * i :][:_PER_TABLE]
-            ids = cursor.take(asked, table.id_dtype)
-            if leased:
-                table.leases[source].append(ids[:leased])
-            if pushed != _NOT_PUSHED:
-                leases = table.leases[source]
-                positions = ids if not table.sharded else torch.cat(leases) if leases else ids[:0]
-                if partial & 1:
-                    positions = positions[cursor.take(pushed, torch.int32).long()]
-                width = table.push_width
-                grads = cursor.take(pushed * width, table.dtype).view(pushed, width)
-                table.receive(Incoming(source, positions, grads))
-                table.pushed = True
-            asked_positions.append(ids if table.sharded else ids[:0])
-        return asked_positions, cursor.take(header[_BLOB], torch.uint8)
-
-    def _renorm(self, header: list[int], asked: list[torch.Tensor]) -> None:
-        """Looking a row up with max_norm changes the row, before anyone reads it."""
-        for i, (table, positions) in enumerate(zip(self.tables, asked, strict=True)):
-            *_, max_norm, norm_type = header[_FIXED + _PER_TABLE * i :][:_PER_TABLE]
-            if positions.numel() and _float(max_norm) != _NO_RENORM:
-                torch.embedding_renorm_(table.data, positions.long(), _float(max_norm), _float(norm_type))
-
-    def _answer(self, header: list[int], asked: list[torch.Tensor]) -> torch.Tensor:
-        if header[_WANT] == Want.NORMS:
-            order = _float(header[_ORDER])
-            parts = [norm_part(table, order) for table in self.tables]
-            return torch.stack(parts).view(torch.uint8) if parts else _no_bytes(self.comm.device)
-        pieces = [
-            self._field(table, header[_FIELD])[positions.long()]
-            for table, positions in zip(self.tables, asked, strict=True)
-            if positions.numel()
-        ]
-        return _join_bytes(pieces, self.comm.device)
+    def _swap(
+        self, request: Request, headers: Sequence[Sequence[int]], arrivals: Sequence[_Arrival]
+    ) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], torch.Tensor | None]:
+        """Answers what was asked here, and takes in the answers to what this rank asks: `Round.rows` and `.norms`."""
+        answers: list[Column] = []
+        for arrival in arrivals:
+            for field in {h[_FIELD] for h in headers}:
+                of = [h[_FIELD] == field and h[_WANT] == Want.ROWS for h in headers]
+                answers += arrival.rows(of, self._field, field)
+        for order in {h[_ORDER] for h in headers if h[_WANT] == Want.NORMS}:
+            parts = torch.stack([norm_part(table, _float(order)) for table in self.tables])
+            wants = [h[_WANT] == Want.NORMS and h[_ORDER] == order for h in headers]
+            answers.append(Column(parts, [(0, len(parts) if wanted else 0) for wanted in wants]))
+        room: list[Column] = []
+        norms = None
+        if request.want is Want.NORMS:
+            norms = torch.empty(len(headers), len(self.tables), dtype=torch.float64, device=self.comm.device)
+            room.append(Column.split(norms, [1] * len(headers)))
+        rows = {}
+        for ask in sorted(request.asks, key=lambda ask: self.tables.index(ask.table)):  # as owners answer
+            like = self._field(ask.table, request.field)
+            both = [
+                Column(like.new_empty(column.spans[-1][1], like.shape[1]), column.spans)
+                for column in (ask.leased, ask.unleased)
+            ]
+            rows[ask.table] = both[0].tensor, both[1].tensor
+            room += both
+        self.comm.swap(answers, room)
+        return [rows[ask.table] for ask in request.asks], norms
 
     def _field(self, table: Table, field: int) -> torch.Tensor:
         """Field number `field` of the rows held here, shape (rows held, elements of a row)."""
@@ -379,38 +331,66 @@ def join_norms(parts: torch.Tensor, order: float) -> torch.Tensor:
     return parts.sum() if order == 0 else parts.sum() ** (1.0 / order)
 
 
-class _Cursor:
-    """Reads a body piece by piece; pieces start at multiples of 8 bytes."""
+class _Arrival:
+    """What the ranks bring for one table in a round, the first rank's first."""
 
-    def __init__(self, buffer: torch.Tensor) -> None:
-        self._buffer, self._at = buffer, 0
+    def __init__(self, table: Table, headers: Sequence[Sequence[int]]) -> None:
+        """
+        Args:
+            headers: what each rank's header says of this table.
+        """
+        self.table = table
+        self._headers = headers
+        num_asked = [h[_ASKED] for h in headers]
+        self._num_pushed = [max(0, h[_PUSHED]) for h in headers]
+        num_some = [n if h[_MARKS] & _SOME else 0 for h, n in zip(headers, self._num_pushed, strict=True)]
+        new = functools.partial(torch.empty, device=table.device)
+        self._ids = Column.split(new(sum(num_asked), dtype=table.id_dtype), num_asked)
+        self._some = Column.split(new(sum(num_some), dtype=torch.int32), num_some)
+        """Which of its leases a rank brings gradients for."""
+        grads = new(sum(self._num_pushed), table.push_width, dtype=table.dtype)
+        self._grads = Column.split(grads, self._num_pushed)
 
-    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        num_bytes = numel * dtype.itemsize
-        piece = self._buffer[self._at : self._at + num_bytes].view(dtype)
-        self._at += _padded(num_bytes)
-        return piece
+    @property
+    def columns(self) -> list[Column]:
+        """What is filled with what follows the headers."""
+        return [self._ids, self._some, self._grads]
 
+    def note(self) -> None:
+        """Keeps leases and gradients in the table, and does what a lookup with max_norm does to rows."""
+        table = self.table
+        for source, h in enumerate(self._headers):
+            if h[_LEASED]:
+                table.leases[source].append(self._ids.part(source)[: h[_LEASED]])
+            if h[_ASKED] and h[_MAX_NORM] != _bits(_NO_RENORM):
+                ids = self._ids.part(source).long()
+                torch.embedding_renorm_(table.data, ids, _float(h[_MAX_NORM]), _float(h[_NORM_TYPE]))
+        pushing = [source for source, h in enumerate(self._headers) if h[_PUSHED] != _NOT_PUSHED]
+        if not pushing:
+            return
+        table.pushed = True
+        positions: list[torch.Tensor] = []
+        for source in pushing:
+            named = table.leases[source] if table.sharded else [self._ids.part(source)]
+            if self._headers[source][_MARKS] & _SOME and named:
+                named = [torch.cat(named)[self._some.part(source).long()]]
+            positions += named
+        at = torch.cat(positions) if positions else self._ids.tensor[:0]
+        table.receive(Incoming(at, self._grads.tensor, self._num_pushed))
 
-def _padded(num_bytes: int) -> int:
-    return -(-num_bytes // 8) * 8
+    def rows(self, of: Sequence[bool], read: Callable[[Table, int], torch.Tensor], field: int) -> list[Column]:
+        """For each rank that `of` names, the rows that it asked for; nothing if none of them did."""
+        num_rows = [h[_ASKED] if wanted else 0 for h, wanted in zip(self._headers, of, strict=True)]
+        if not self.table.sharded or not any(num_rows):
+            return []
+        ids = self._ids.tensor
+        if not all(of):
+            ids = torch.cat([self._ids.part(source) for source, wanted in enumerate(of) if wanted])
+        return [Column.split(read(self.table, field).index_select(0, ids), num_rows)]
 
-
-def _no_bytes(device: torch.device) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=device)
-
-
-def _join_bytes(pieces: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    flat: list[torch.Tensor] = []
-    for piece in pieces:
-        if piece.numel():
-            flat.append(piece.contiguous().reshape(-1).view(torch.uint8))
-            missing = -flat[-1].numel() % 8
-            if missing:
-                flat.append(torch.zeros(missing, dtype=torch.uint8, device=device))
-    if not flat:
-        return _no_bytes(device)
-    return flat[0] if len(flat) == 1 else torch.cat(flat)
+    def dropped_by(self, done: Sequence[bool]) -> bool:
+        """`Request.dropped` on all ranks that are done."""
+        return all(h[_MARKS] & _DROPPED for h, d in zip(self._headers, done, strict=True) if d)
 
 
 def _bits(value: float) -> int:

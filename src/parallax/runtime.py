@@ -37,7 +37,7 @@ from parallax.parameter import ShardedParameter, WatchedParameter, adopt, releas
 from parallax.plan import Placement, Plan, Use
 from parallax.planner import make_plan
 from parallax.repeats import Repeats, pack, unpack
-from parallax.rounds import NO_FLAG, Flag, Request, Round, Rounds, Want
+from parallax.rounds import Flag, Request, Round, Rounds, Want
 from parallax.samples import Samples
 from parallax.scalers import Scalers
 from parallax.startup import (
@@ -404,7 +404,7 @@ class Runtime:
                     self.lookups.lease_keys(table, stale)
             pushes = [push for table in tables if (push := table.collect()) is not None]
             if self._needs_rounds() or self._keeping:
-                local = Flag.LOCAL if self._keeps_dense() else NO_FLAG
+                local = Flag.LOCAL if self._keeps_dense() else 0
                 flags = Flag.DONE | self._news() | local
                 request = Request(flags=flags, pushes=pushes, weight=self.samples.number, dropped=dropped)
                 closing = self._run_round(request)
@@ -431,10 +431,10 @@ class Runtime:
         """Whether the dense gradients of a backward pass stay here; hooks want to see each reduced."""
         return not self.exchange_dense and not self.hooks.any
 
-    def _news(self) -> Flag:
+    def _news(self) -> int:
         seen = any(self._is_new(t) and t.use is not Use.NONE for t in self.tables.values())
         new = self._loose or not all(map(self.dense.knows, self._kept))
-        return Flag.NEWS if seen or new else NO_FLAG
+        return Flag.NEWS if seen or new else 0
 
     def _is_new(self, table: Table) -> bool:
         """No step has used it so far."""
@@ -490,7 +490,7 @@ class Runtime:
             return [1 / len(active)] * len(active)
         return [w / (sum(active) or 1.0) for w in active]
 
-    def _agreed_to_keep(self, flags: Sequence[Flag]) -> bool:
+    def _agreed_to_keep(self, flags: Sequence[int]) -> bool:
         """Whether the dense gradients of this backward pass stay where they are."""
         keeping = {bool(f & Flag.LOCAL) for f in flags if f & Flag.DONE}
         self._ever_kept |= True in keeping
@@ -963,12 +963,12 @@ class Runtime:
         if self.comm.world_size > 1 and self.phase is not Phase.ENDED:
             self._serve(Flag.OUT)
 
-    def _serve(self, flags: Flag) -> None:
+    def _serve(self, flags: int) -> None:
         with self._failing():
             self._settle()
             self.lookups.flush()
             self.phase = Phase.SERVING
-            about = Flag.ACTIVE | (Flag.CLEAN if self._is_clean() else NO_FLAG)
+            about = Flag.ACTIVE | (Flag.CLEAN if self._is_clean() else 0)
             while True:
                 if self._needs_rounds():
                     now = self._run_round(Request(flags=flags | about, weight=0.0))
@@ -978,7 +978,7 @@ class Runtime:
                     if all(f & Flag.OUT for f in now.flags):  # those whose programs go on leave the loop here
                         self._uneven = False
                     if now.closes_step:
-                        about = NO_FLAG
+                        about = 0
                         self.reads.forget()
                         for table in now.dropped:
                             table.grad = None
@@ -1001,7 +1001,7 @@ class Runtime:
                             p.grad = grad
                         break
                     self._num_steps += 1
-                    self._uneven, about = True, NO_FLAG
+                    self._uneven, about = True, 0
             self._uneven = False
             self.phase = Phase.FORWARD
 

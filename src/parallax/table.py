@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
+from parallax.mesh import Column
 from parallax.plan import Placement, Use
 
 SKIPPED = -1
@@ -58,10 +59,10 @@ class Partitioning:
         cuts = torch.searchsorted(keys, self._bounds).tolist()
         return [0, *cuts, keys.numel()]
 
-    def positions(self, keys: torch.Tensor, owner: int) -> torch.Tensor:
-        """Positions among the owner's rows, in the smallest dtype that holds them (they travel)."""
+    def positions(self, keys: torch.Tensor) -> torch.Tensor:
+        """Positions among the owners' rows, in the smallest dtype that holds them (they travel)."""
         dtype = torch.int32 if self.stride <= torch.iinfo(torch.int32).max else torch.int64
-        return (keys - owner * self.stride).to(dtype)
+        return (keys % self.stride).to(dtype)
 
 
 class Window:
@@ -86,6 +87,13 @@ class Window:
 
     def __len__(self) -> int:
         return self.keys.numel()
+
+    def by_owner(self, values: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
+        """`values`, one per slot, of each owner's slots in turn and in their order; and how many each owner has."""
+        num_leased = [sum(b - a for a, b in spans) for spans in self.spans]
+        if all(len(spans) <= 1 for spans in self.spans):  # slots are in that order already
+            return values, num_leased
+        return torch.cat([values[a:b] for spans in self.spans for a, b in spans]), num_leased
 
     def find(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(slots, known): where sorted `keys` are leased already, and a mask that says which are."""
@@ -123,25 +131,28 @@ class Contribution:
 
 @dataclasses.dataclass(frozen=True)
 class Push:
-    """Row gradients on their way: to each owner, `grads[owner]` for its rows.
+    """Row gradients on their way: to each owner, its part of `grads`, shape (rows, width).
 
-    `positions[owner]` (int32) picks leases of that owner; None means all of them, in order. For a table of
-    which every rank holds a copy, `ids[owner]` names the rows instead.
+    `positions` (int32) picks leases of that owner; None means all of them, in order. For a table of which every rank
+    holds a copy, `ids` names the rows instead.
     """
 
     table: Table
-    grads: list[torch.Tensor]
-    positions: list[torch.Tensor | None]
-    ids: list[torch.Tensor] | None = None
+    grads: Column
+    positions: Column | None = None
+    ids: Column | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Incoming:
-    """Row gradients that arrived from `source`: `grads[i]` belongs to the row at `positions[i]` here."""
+    """Row gradients that arrived in a round: `grads[i]` belongs to the row at `positions[i]` here.
 
-    source: int
+    The first `num_rows[0]` of them came from rank 0, and so on.
+    """
+
     positions: torch.Tensor
     grads: torch.Tensor
+    num_rows: list[int]
 
 
 class Table:
@@ -288,23 +299,23 @@ class Table:
             merged = add_rows(grads[kept], slots, ids.numel())
             self.num_rows_touched = ids.numel()
             ids = ids.to(self.id_dtype)
-            n = self.world_size
-            return Push(self, grads=[merged] * n, positions=[None] * n, ids=[ids] * n)
+            return Push(self, Column.same(merged, self.world_size), ids=Column.same(ids, self.world_size))
         slots = torch.cat([self._current_slots(c) for c in contributions])
         merged = add_rows(torch.cat([c.grads for c in contributions]), slots, len(self.window))
         touched = torch.zeros(len(self.window) + 1, dtype=torch.bool, device=self.device)
         touched[slots] = True  # SKIPPED marks the last element, which is no slot
         self.num_rows_touched = int(touched[:-1].sum())
-        everything = self.num_rows_touched == len(self.window)
-        push = Push(self, grads=[], positions=[])
-        for spans in self.window.spans:
-            grads, positions = _join(merged, spans), None
-            if not everything:
-                positions = _join(touched, spans).nonzero().squeeze(1)
-                grads, positions = grads[positions], positions.to(torch.int32)
-            push.grads.append(grads)
-            push.positions.append(positions)
-        return push
+        merged, num_leased = self.window.by_owner(merged)
+        if self.num_rows_touched == len(self.window):
+            return Push(self, Column.split(merged, num_leased))
+        touched, _ = self.window.by_owner(touched[:-1])
+        parts = [part.nonzero().squeeze(1) for part in touched.split(num_leased)]
+        num_touched = list(map(len, parts))
+        return Push(
+            self,
+            Column.split(merged[touched], num_touched),
+            Column.split(torch.cat(parts).to(torch.int32), num_touched),
+        )
 
     def _current_slots(self, c: Contribution) -> torch.Tensor:
         if c.window is self.window:
@@ -318,7 +329,7 @@ class Table:
         self.incoming.append(incoming)
 
     def finish_gradient(self, scales: Sequence[float], hook: Callable[[torch.Tensor], torch.Tensor] | None) -> bool:
-        """Sums what was pushed, each rank's part times its scale, in rank order, into `.grad`.
+        """Sums what was pushed, each rank's part times its scale, round by round in rank order, into `.grad`.
 
         Args:
             hook: what to make of the sum before it is added to an earlier gradient.
@@ -326,14 +337,16 @@ class Table:
         Returns:
             Whether a rank used the table.
         """
-        incoming, self.incoming = sorted(self.incoming, key=lambda i: i.source), []
+        incoming, self.incoming = self.incoming, []
         used, self.pushed = self.pushed, False
         if not used:
             return False
-        positions = torch.cat([i.positions for i in incoming]).long()
-        grads = torch.cat([_scaled(i.grads, scales[i.source]) for i in incoming])
+        positions = _cat([i.positions for i in incoming]).long()
+        brought = _cat([i.grads for i in incoming])
+        sources = [n for i in incoming for n in i.num_rows]
+        grads = _scaled(brought, [scales[n % self.world_size] for n in range(len(sources))], sources)
         if self.by_frequency:
-            counts = add_rows(torch.cat([i.grads[:, self.width :] for i in incoming]), positions, self.num_held)
+            counts = add_rows(brought[:, self.width :], positions, self.num_held)
             grads = grads[:, : self.width] / counts[positions]
         if self.sparse_grad:
             touched, slots = torch.unique(positions, return_inverse=True)
@@ -373,14 +386,14 @@ def add_rows(grads: torch.Tensor, rows: torch.Tensor, num_rows: int) -> torch.Te
     return summed.to(grads.dtype)
 
 
-def _scaled(grads: torch.Tensor, scale: float) -> torch.Tensor:
-    if scale == 0:  # a rank without samples: what it brings may be NaN and does not count
-        return torch.zeros_like(grads)
-    return grads if scale == 1 else grads * scale
+def _scaled(grads: torch.Tensor, scales: Sequence[float], num_rows: Sequence[int]) -> torch.Tensor:
+    """`grads`, of which the first `num_rows[0]` rows are multiplied with `scales[0]`, and so on."""
+    if len(set(scales)) == 1 and scales[0]:
+        return grads if scales[0] == 1 else grads * scales[0]
+    parts = grads.split(list(num_rows))
+    # of a rank without samples: what it brings may be NaN and does not count
+    return torch.cat([part * s if s else torch.zeros_like(part) for part, s in zip(parts, scales, strict=True)])
 
 
-def _join(values: torch.Tensor, spans: Sequence[tuple[int, int]]) -> torch.Tensor:
-    """Spans of `values` put together; without a copy when there is one."""
-    if len(spans) == 1:
-        return values[spans[0][0] : spans[0][1]]
-    return torch.cat([values[a:b] for a, b in spans]) if spans else values[:0]
+def _cat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))

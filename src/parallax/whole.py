@@ -79,7 +79,8 @@ class WholeReads:
         now = [(t.grad, -1 if t.grad is None else t.grad._version) for t in tables]
         cached = self._norms.get(order)
         if cached is None or any(a[0] is not b[0] or a[1] != b[1] for a, b in zip(cached[0], now, strict=True)):
-            parts = torch.stack(self._run_round(Request(want=Want.NORMS, order=order)).norms)
+            parts = self._run_round(Request(want=Want.NORMS, order=order)).norms
+            assert parts is not None
             cached = self._norms[order] = (now, [join_norms(parts[:, i], order) for i in range(len(tables))])
         return cached[1][tables.index(table)].to(table.dtype)
 
