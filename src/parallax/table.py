@@ -91,9 +91,10 @@ class Window:
     def by_owner(self, values: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
         """`values`, one per slot, of each owner's slots in turn and in their order; and how many each owner has."""
         num_leased = [sum(b - a for a, b in spans) for spans in self.spans]
-        if all(len(spans) <= 1 for spans in self.spans):  # slots are in that order already
+        in_order = [span for spans in self.spans for span in spans]
+        if in_order == sorted(in_order):
             return values, num_leased
-        return torch.cat([values[a:b] for spans in self.spans for a, b in spans]), num_leased
+        return torch.cat([values[a:b] for a, b in in_order]), num_leased
 
     def find(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(slots, known): where sorted `keys` are leased already, and a mask that says which are."""
