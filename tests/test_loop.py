@@ -555,7 +555,7 @@ def test_rank_0_stops_early() -> None:
     first, second = ranks.run(2, stopping_early, "dense", expect_errors=True)
     assert first.error is None
     assert second.error == "PeerError", second
-    assert "rank 1 stops: another rank is gone" in second.text, second
+    assert "rank 1 stops: rank 0 is gone" in second.text, second
     assert "Rank 0 left no word: it has ended, or waits for no other rank" in second.text, second
 
 
