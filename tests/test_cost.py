@@ -16,7 +16,7 @@ from parallax.topology import Link, Links, Topology
 FREE = Coefficients(
     copy=1e30, fresh=1e30, merge=1e30, update=1e30, update_rows=1e30, ids=1e30, header_bytes=0, message=0
 )
-MERGED = dataclasses.replace(FREE, merges_machines=True)
+MERGED = dataclasses.replace(FREE, merges_machines=True, merges_gathers=True)
 ONLY_COUNTS = Link(latency=0, bandwidth=1)  # a second for a byte
 
 

@@ -103,12 +103,15 @@ class Coefficients:
     """Between 0 and 1: the part of the time of computing during which buckets of dense gradients can travel."""
 
     merges_machines: bool = False
-    """The workers of a machine merge their rows before any leave it, and add up what they push."""
+    """The workers of a machine merge what they ask owners for, and add up what they push, before it leaves it."""
+
+    merges_gathers: bool = False
+    """The workers of a machine merge their rows before these are gathered from all machines."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.name == "merges_machines":
+            if field.name.startswith("merges_"):
                 fine, expected = isinstance(value, bool), "True or False"
             else:
                 number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
@@ -159,7 +162,7 @@ def parameter_cost(
         return _gather(profile, topology, coefficients)
     if placement is Placement.SHARDED:
         return _sharded(profile, topology, coefficients, owners or topology.owners(topology.world_size))
-    return Cost()
+    return Cost(work=_update(profile, profile.num_rows, 1, coefficients) if profile.use else 0.0)
 
 
 def shared_cost(
@@ -210,7 +213,7 @@ def _gather(profile: ParameterProfile, topology: Topology, c: Coefficients) -> C
     n, m, k = topology.world_size, topology.machines, topology.workers
     row = profile.row_bytes + ID_BYTES
     mine = _rows_touched(profile)
-    if c.merges_machines:
+    if c.merges_gathers:
         ours = profile.alpha_by_machine(k) * profile.num_rows
         leaves, arriving = ours * row * (m - 1), ours * m
         inside = (mine + arriving) * row if k > 1 else 0.0

@@ -147,8 +147,8 @@ class Plan:
     """The decisions for a model: each parameter exactly once, in the model's order.
 
     `profiles` is what they were made from, in the same order, and `topology` the links, if these were known.
-    `compute_seconds` is what a step takes a worker without any exchange, if it was measured, and `units_per_worker`
-    the samples (words, images) that a worker trains on in a step.
+    `compute_seconds` is what forward and backward of a step take a worker, without exchange and optimizer, if that was
+    measured, and `units_per_worker` the samples (words, images) that a worker trains on in a step.
     """
 
     world_size: int
@@ -227,8 +227,8 @@ class Plan:
 
     def __str__(self) -> str:
         """A table in plain text, one line per parameter, for a terminal or a log."""
-        head = ("parameter", "shape", "use", "alpha", "placement", "bytes/step", "reason")
-        rows = [
+        head: tuple[str, ...] = ("parameter", "shape", "use", "alpha", "placement", "bytes/step", "reason")
+        rows: list[tuple[str, ...]] = [
             (
                 p.name,
                 "x".join(str(size) for size in p.shape) or "scalar",
@@ -240,11 +240,17 @@ class Plan:
             )
             for p in self
         ]
+        if any(p.seconds is not None for p in self):  # the links are known
+            head = (*head[:-1], "predicted", head[-1])
+            rows = [
+                (*row[:-1], "" if p.seconds is None else format_seconds(p.seconds), row[-1])
+                for row, p in zip(rows, self, strict=True)
+            ]
         return "\n".join(
             [
                 f"plan for {counted(self.world_size, 'worker')}, architecture {self.architecture} "
                 f"(bytes/step: what one worker sends in one step)",
-                *aligned([head, *rows], right=("alpha", "bytes/step")),
+                *aligned([head, *rows], right=("alpha", "bytes/step", "predicted")),
                 self._totals(),
             ]
         )
