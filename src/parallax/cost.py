@@ -75,7 +75,7 @@ class Coefficients:
     fresh: float = 1.5e9
     """Bytes per second of a new tensor of zeros, as autograd makes for the gradient of a whole table."""
 
-    merge: float = 3e9
+    merge: float = 2e9
     """Bytes per second of rows picked by ids, or added up by ids."""
 
     update: float = 0.7e9
