@@ -1,4 +1,4 @@
-"""Measures the defaults of `parallax.cost.Coefficients` on one core of this machine.
+"""Measures the defaults of `parallax.topology.Coefficients` on one core of this machine.
 
     OMP_NUM_THREADS=1 python benchmarks/coefficients.py
 
@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 import torch
 
-from parallax.cost import Coefficients
 from parallax.table import add_rows
+from parallax.topology import Coefficients
 
 NUM_ROWS, WIDTH, NUM_IDS = 50_000, 256, 8_000
 

@@ -9,12 +9,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parallax.cost import Coefficients, parameter_cost, shared_cost
+from parallax.cost import parameter_cost, shared_cost
 from parallax.plan import ParameterProfile, Placement, Use
-from parallax.topology import Link, Links, Topology
+from parallax.topology import Coefficients, Link, Links, Topology
 
 FREE = Coefficients(
-    copy=1e30, fresh=1e30, merge=1e30, update=1e30, update_rows=1e30, ids=1e30, header_bytes=0, message=0
+    copy=1e30,
+    fresh=1e30,
+    merge=1e30,
+    update=1e30,
+    update_rows=1e30,
+    ids=1e30,
+    header_bytes=0,
+    message=0,
+    direct_bytes=0,
 )
 MERGED = dataclasses.replace(FREE, merges_machines=True, merges_gathers=True)
 ONLY_COUNTS = Link(latency=0, bandwidth=1)  # a second for a byte
@@ -167,6 +175,13 @@ class TestShared:
         assert self._shared(Placement.ALLREDUCE) == self._shared(Placement.ALLREDUCE, Placement.ALLREDUCE) == 6
         small = dataclasses.replace(FREE, bucket_bytes=500_000.0)
         assert self._shared(Placement.ALLREDUCE, coefficients=small) == 12
+
+    def test_a_small_bucket_takes_two_messages(self) -> None:
+        direct = dataclasses.replace(FREE, direct_bytes=1_000_000.0)
+        assert self._shared(Placement.ALLREDUCE, coefficients=direct) == 2
+        assert self._shared(Placement.ALLREDUCE, Placement.ALLREDUCE, coefficients=direct) == 6
+        small = dataclasses.replace(direct, bucket_bytes=600_000.0)  # a full one and a rest
+        assert self._shared(Placement.ALLREDUCE, coefficients=small) == 4
 
     def test_messages_and_headers(self) -> None:
         priced = dataclasses.replace(FREE, message=10.0, header_bytes=100.0)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parallax.plan import ParameterPlan, ParameterProfile, Placement, Plan, Use, format_bytes, format_seconds
-from parallax.topology import Topology
+from parallax.topology import Coefficients, Topology
 
 
 def _profile(**fields: Any) -> ParameterProfile:
@@ -172,6 +172,7 @@ class TestSaved:
             ),
             profiles=(_profile(name="embed.weight", shape=(50000, 128), num_rows_by_machine=3.5, skew=1.25),),
             topology=topology,
+            coefficients=Coefficients(copy=1e9),
             compute_seconds=0.125,
             units_per_worker=2560.0,
         )

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parallax.config import Config
-from parallax.cost import Coefficients, bytes_per_step, parameter_cost, shared_cost
+from parallax.cost import bytes_per_step, parameter_cost, shared_cost
 from parallax.plan import ParameterPlan, ParameterProfile, Placement, Plan, Use, format_seconds
 from parallax.planner import make_plan
-from parallax.topology import Topology
+from parallax.topology import Coefficients, Topology
 
 HYBRID = Config()
 GATHER = Config(architecture="allreduce")
@@ -428,6 +428,8 @@ class TestChosen:
     def test_impossible_with_other_settings(self) -> None:
         with pytest.raises(ValueError, match=r"Config.architecture='allreduce' keeps every parameter on every worker"):
             _decide(Config(architecture="allreduce", placements={"w": "sharded"}))
+        with pytest.raises(ValueError, match=r"'w': Config\.lazy_rows needs an optimizer that .* but LAMB"):
+            _decide(Config(lazy_rows=True, placements={"w": "gather"}), across_rows="LAMB needs all rows")
         with pytest.raises(ValueError, match=r"with Config.lazy_rows it has to be known which rows were looked up"):
             _decide(Config(lazy_rows=True, placements={"w": "allreduce"}))
 
@@ -435,7 +437,7 @@ class TestChosen:
 def test_a_plan_knows_what_it_was_made_from() -> None:
     profiles = [_profile(name="a"), _profile(name="b", use=Use.DENSE)]
     plan = make_plan(profiles, world_size=4, config=HYBRID, topology=FOUR)
-    assert (plan.profiles, plan.topology) == (tuple(profiles), FOUR)
+    assert (plan.profiles, plan.topology, plan.coefficients) == (tuple(profiles), FOUR, Coefficients())
     assert Plan.from_json(plan.to_json()) == plan
 
 

@@ -103,7 +103,7 @@ a description:
     {"name": "embedding", "rows": 793470, "row_elements": 512, "alpha": 0.0087}]}
 alpha is the fraction of the rows that one worker touches in a step; compute_seconds is forward and backward alone.
 Optional: itemsize (4); for tables alpha_by_machine (of the workers of one machine together) and sparse_gradient;
-for the model coefficients (fields of parallax.cost.Coefficients).
+for the model coefficients (fields of parallax.topology.Coefficients).
 
 The exit status is 2 if something is not understood. docs/paper.md compares predictions with published figures."""
 

@@ -11,11 +11,10 @@ updating parameters at measured speeds (`Coefficients`). docs/design/plan.md has
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterable, Sequence
 
 from parallax.plan import ParameterProfile, Placement, Use
-from parallax.topology import Topology
+from parallax.topology import Coefficients, Topology
 
 ID_BYTES = 4
 """Bytes of a row's id on the wire."""
@@ -61,67 +60,6 @@ def sharded_bytes(profile: ParameterProfile, world_size: int) -> float:
     num_remote = _rows_touched(profile) * (world_size - 1) / world_size
     num_rows_sent = 2 if profile.trainable else 1
     return num_remote * (num_rows_sent * profile.row_bytes + _id_bytes(profile))
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Coefficients:
-    """Speeds of one worker, and what messages carry besides rows. The defaults are of one core of a server's CPU
-    (rows of 1 KiB, float32, Adagrad; `benchmarks/coefficients.py` measures them); all more than 0 unless said.
-    """
-
-    copy: float = 7e9
-    """Bytes per second copied or scaled from one tensor to another, as into a bucket and out of it."""
-
-    fresh: float = 1.5e9
-    """Bytes per second of a new tensor of zeros, as autograd makes for the gradient of a whole table."""
-
-    merge: float = 2e9
-    """Bytes per second of rows picked by ids, or added up by ids."""
-
-    update: float = 0.7e9
-    """Bytes per second of parameters that the optimizer updates when it goes through all of them."""
-
-    update_rows: float = 0.4e9
-    """Bytes per second of rows that the optimizer updates when it picks them out (sparse gradients, lazy rows)."""
-
-    ids: float = 15e6
-    """Ids per second that are sorted and rid of doubles."""
-
-    header_bytes: float = 100.0
-    """Bytes, at least 0: of a header, which each worker sends to each other one in each round."""
-
-    message: float = 50e-6
-    """Seconds, at least 0: of a worker's time for one message that it sends to one other worker."""
-
-    partition: float = 0.0
-    """Seconds per step, at least 0: for each partition of a table."""
-
-    bucket_bytes: float = 25 * 2**20
-    """Bytes of dense gradients that are reduced in one AllReduce."""
-
-    overlap: float = 0.5
-    """Between 0 and 1: the part of the time of computing during which buckets of dense gradients can travel."""
-
-    merges_machines: bool = False
-    """The workers of a machine merge what they ask owners for, and add up what they push, before it leaves it."""
-
-    merges_gathers: bool = False
-    """The workers of a machine merge their rows before these are gathered from all machines."""
-
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.name.startswith("merges_"):
-                fine, expected = isinstance(value, bool), "True or False"
-            else:
-                number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-                may_be_0 = field.name in ("header_bytes", "message", "partition", "overlap")
-                fine = number and (value >= 0 if may_be_0 else value > 0)
-                expected = "a number, at least 0" if may_be_0 else "a number greater than 0"
-                if field.name == "overlap":
-                    fine, expected = fine and value <= 1, "a number between 0 and 1"
-            if not fine:
-                raise ValueError(f"Coefficients.{field.name}: expected {expected}, got {value!r}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,9 +120,8 @@ def shared_cost(
     n, m, k = topology.world_size, topology.machines, topology.workers
     total = Cost()
     if reduced and n > 1:
-        num_steps = math.ceil(reduced / coefficients.bucket_bytes) * 2 * (n - 1)
         link = topology.between.allreduce if m > 1 else topology.inside.allreduce
-        total += Cost(wire=link.seconds(0, num_steps))
+        total += Cost(wire=link.seconds(0, _num_waits(reduced, n, coefficients)))
     if n == 1 or not placements & {Placement.SHARDED, Placement.GATHER}:
         return total
     links = topology.between if m > 1 else topology.inside
@@ -194,6 +131,16 @@ def shared_cost(
     headers = num_rounds * k * (n - k if m > 1 else n - 1) * coefficients.header_bytes
     work = num_waits * (n - 1) * coefficients.message
     return total + Cost(link.seconds(headers, num_waits), work, headers if m > 1 else 0.0)
+
+
+def _num_waits(num_bytes: float, world_size: int, c: Coefficients) -> float:
+    """Messages of the AllReduces of all buckets that wait for each other."""
+    full, rest = divmod(num_bytes, c.bucket_bytes)
+
+    def waits(size: float) -> int:
+        return 2 if size <= c.direct_bytes else 2 * (world_size - 1)
+
+    return full * waits(c.bucket_bytes) + (waits(rest) if rest else 0)
 
 
 def _allreduce(profile: ParameterProfile, topology: Topology, c: Coefficients) -> Cost:

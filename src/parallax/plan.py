@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from parallax.topology import Topology
+from parallax.topology import Coefficients, Topology
 
 
 class Use(enum.Flag):
@@ -146,9 +146,10 @@ class ParameterPlan:
 class Plan:
     """The decisions for a model: each parameter exactly once, in the model's order.
 
-    `profiles` is what they were made from, in the same order, and `topology` the links, if these were known.
-    `compute_seconds` is what forward and backward of a step take a worker, without exchange and optimizer, if that was
-    measured, and `units_per_worker` the samples (words, images) that a worker trains on in a step.
+    `profiles` is what they were made from, in the same order; `topology` and `coefficients` are the links and the speed
+    of machines, if these were known. `compute_seconds` is what forward and backward of a step take a worker, without
+    exchange and optimizer, if that was measured, and `units_per_worker` the samples (words, images) that a worker
+    trains on in a step.
     """
 
     world_size: int
@@ -156,6 +157,7 @@ class Plan:
     parameters: tuple[ParameterPlan, ...]
     profiles: tuple[ParameterProfile, ...] = ()
     topology: Topology | None = None
+    coefficients: Coefficients | None = None
     compute_seconds: float | None = None
     units_per_worker: float | None = None
 
@@ -193,6 +195,7 @@ class Plan:
                 "parameters": [_plain(p) for p in self.parameters],
                 "profiles": [_plain(p) for p in self.profiles],
                 "topology": json.loads(self.topology.to_json()) if self.topology else None,
+                "coefficients": vars(self.coefficients) if self.coefficients else None,
                 "compute_seconds": self.compute_seconds,
                 "units_per_worker": self.units_per_worker,
             }
@@ -203,13 +206,14 @@ class Plan:
         """Raises ValueError for anything that `to_json` did not write."""
         try:
             data = json.loads(text)
-            topology = data["topology"]
+            topology, coefficients = data["topology"], data["coefficients"]
             return Plan(
                 world_size=data["world_size"],
                 architecture=data["architecture"],
                 parameters=tuple(_read(ParameterPlan, row) for row in data["parameters"]),
                 profiles=tuple(_read(ParameterProfile, row) for row in data["profiles"]),
                 topology=None if topology is None else Topology.from_json(json.dumps(topology)),
+                coefficients=None if coefficients is None else Coefficients(**coefficients),
                 compute_seconds=data["compute_seconds"],
                 units_per_worker=data["units_per_worker"],
             )

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from parallax.config import Config
-from parallax.cost import Coefficients, bytes_per_step, parameter_cost, shared_cost
+from parallax.cost import bytes_per_step, parameter_cost, shared_cost
 from parallax.plan import ParameterPlan, ParameterProfile, Placement, Plan, Use, format_bytes, format_seconds
-from parallax.topology import Topology
+from parallax.topology import Coefficients, Topology
 
 HOW = {
     Placement.ALLREDUCE: "reduced whole",
@@ -66,6 +66,7 @@ def make_plan(
         parameters=tuple(plans),
         profiles=tuple(profiles),
         topology=topology,
+        coefficients=coefficients if topology is not None else None,
     )
 
 
@@ -227,6 +228,7 @@ def _decide(profile: ParameterProfile, world_size: int, config: Config) -> tuple
                 f"Config.placements[{pattern!r}]: parameter {profile.name!r} cannot be {placement.value!r}: {why}"
             )
         if profile.use or profile.meta:
+            _check_lazy(profile, config)
             return placement, f"chosen by Config.placements[{pattern!r}]"
     if profile.meta:
         return _decide_meta(profile, world_size, config)
@@ -257,11 +259,7 @@ def _decide_dense(profile: ParameterProfile, world_size: int) -> tuple[Placement
 
 def _decide_looked_up(profile: ParameterProfile, world_size: int, config: Config) -> tuple[Placement, str]:
     seen = _seen(profile, config)
-    if config.lazy_rows and profile.across_rows:
-        raise ValueError(
-            f"parameter {profile.name!r}: Config.lazy_rows needs an optimizer that updates row by row (SGD, "
-            f"Adagrad, Adam, AdamW, RMSprop), but {profile.across_rows}"
-        )
+    _check_lazy(profile, config)
     if config.architecture == "hybrid":
         if profile.across_rows:
             return Placement.ALLREDUCE, (f"{seen}, but {profile.across_rows}, so every worker needs the whole gradient")
@@ -314,6 +312,14 @@ def _decide_meta(profile: ParameterProfile, world_size: int, config: Config) -> 
     if Use.DENSE in profile.use:
         reason += "; it is also used whole, and each whole read gathers it from all workers"
     return Placement.SHARDED, reason
+
+
+def _check_lazy(profile: ParameterProfile, config: Config) -> None:
+    if config.lazy_rows and profile.across_rows:
+        raise ValueError(
+            f"parameter {profile.name!r}: Config.lazy_rows needs an optimizer that updates row by row (SGD, "
+            f"Adagrad, Adam, AdamW, RMSprop), but {profile.across_rows}"
+        )
 
 
 def _seen(profile: ParameterProfile, config: Config) -> str:

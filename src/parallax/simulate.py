@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from parallax.config import Config
-from parallax.cost import Coefficients, parameter_cost, shared_cost
+from parallax.cost import parameter_cost, shared_cost
 from parallax.plan import ParameterProfile, Placement, Plan, Use, format_bytes, format_seconds
 from parallax.planner import make_plan
-from parallax.topology import Topology
+from parallax.topology import Coefficients, Topology
 
 ARCHITECTURES = ("hybrid", "ps", "allreduce")
 
@@ -64,7 +64,7 @@ def load_model(name: str | os.PathLike[str]) -> Model:
     """A model that comes with parallax, by name, or a description in a file.
 
     A description is a JSON object: `name`, `unit` ("words"), `units_per_worker`, `compute_seconds`, `parameters`, and
-    optionally `coefficients` (fields of `cost.Coefficients`). A dense parameter is `{"name", "elements"}`, a table
+    optionally `coefficients` (fields of `topology.Coefficients`). A dense parameter is `{"name", "elements"}`, a table
     `{"name", "rows", "row_elements", "alpha"}`; either may have `itemsize` (4), a table `alpha_by_machine` and
     `sparse_gradient`.
 
@@ -125,6 +125,7 @@ def model_of_plan(
         units_per_worker=1 if units is None else units,
         compute_seconds=compute,
         profiles=plan.profiles,
+        coefficients=plan.coefficients or Coefficients(),
     )
 
 

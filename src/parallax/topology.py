@@ -1,9 +1,10 @@
-"""The machines and the links between them, as frozen data: what the cost model and the simulator reckon with."""
+"""Machines, their speed, and the links between them, as frozen data: what costs are reckoned with."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -160,6 +161,70 @@ class Topology:
             between=_links(data["between"], "topology.between"),
             inside=_links(data["inside"], "topology.inside"),
         )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Coefficients:
+    """Speeds of one worker, and what messages carry besides rows. The defaults are of one core of a server's CPU
+    (rows of 1 KiB, float32, Adagrad; `benchmarks/coefficients.py` measures them); all more than 0 unless said.
+    """
+
+    copy: float = 7e9
+    """Bytes per second copied or scaled from one tensor to another, as into a bucket and out of it."""
+
+    fresh: float = 1.5e9
+    """Bytes per second of a new tensor of zeros, as autograd makes for the gradient of a whole table."""
+
+    merge: float = 2e9
+    """Bytes per second of rows picked by ids, or added up by ids."""
+
+    update: float = 0.7e9
+    """Bytes per second of parameters that the optimizer updates when it goes through all of them."""
+
+    update_rows: float = 0.4e9
+    """Bytes per second of rows that the optimizer updates when it picks them out (sparse gradients, lazy rows)."""
+
+    ids: float = 15e6
+    """Ids per second that are sorted and rid of doubles."""
+
+    header_bytes: float = 100.0
+    """Bytes, at least 0: of a header, which each worker sends to each other one in each round."""
+
+    message: float = 50e-6
+    """Seconds, at least 0: of a worker's time for one message that it sends to one other worker."""
+
+    partition: float = 0.0
+    """Seconds per step, at least 0: for each partition of a table."""
+
+    bucket_bytes: float = 25 * 2**20
+    """Bytes of dense gradients that are reduced in one AllReduce."""
+
+    direct_bytes: float = 2**20
+    """Bytes, at least 0: an AllReduce of up to so many takes 2 messages one after the other, a larger one is a ring."""
+
+    overlap: float = 0.5
+    """Between 0 and 1: the part of the time of computing during which buckets of dense gradients can travel."""
+
+    merges_machines: bool = False
+    """The workers of a machine merge what they ask owners for, and add up what they push, before it leaves it."""
+
+    merges_gathers: bool = False
+    """The workers of a machine merge their rows before these are gathered from all machines."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name.startswith("merges_"):
+                fine, expected = isinstance(value, bool), "True or False"
+            else:
+                number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+                may_be_0 = field.name in ("header_bytes", "message", "partition", "direct_bytes", "overlap")
+                fine = number and (value >= 0 if may_be_0 else value > 0)
+                expected = "a number, at least 0" if may_be_0 else "a number greater than 0"
+                if field.name == "overlap":
+                    fine, expected = fine and value <= 1, "a number between 0 and 1"
+            if not fine:
+                raise ValueError(f"Coefficients.{field.name}: expected {expected}, got {value!r}")
 
 
 def parse_seconds(text: str, field: str) -> float:
