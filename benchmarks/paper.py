@@ -47,6 +47,8 @@ MACHINES = Topology(
     inside=Links.same(Link(latency=10e-6, bandwidth=10e9)),
 )
 
+WIRE = Topology.of(machines=8, workers=6, bandwidth="100Gbit", latency="20us")
+
 TITLES = {"allreduce": "AllReduce", "naive": "PS, naive", "ps": "PS, optimised", "hybrid": "hybrid"}
 
 HEAD = """\
@@ -107,7 +109,9 @@ With these links, its own planner would place:
 
 {choice}
 
-NMT's tables would be reduced like dense ones, because AllReduce is that much faster than servers here.
+NMT's tables would be reduced like dense ones, because AllReduce is that much faster than servers here. With the wire's
+speed for all of it, as `parallax plan --model lm --machines 8 --workers 6 --bandwidth 100Gbit --latency 20us` assumes,
+the prediction for the LM is {wire:,.0f} words/s. If the model is right, software held the servers up, not the wire.
 """
 
 
@@ -152,6 +156,7 @@ def page() -> str:
         lm_naive=ratio["lm", "naive"],
         inception_ps=ratio["inception3", "ps"],
         choice=_choice(models),
+        wire=simulate(models["lm"], WIRE)["hybrid"].throughput,
     )
     return HEAD + "\n".join(lines) + "\n" + tail
 

@@ -183,8 +183,7 @@ def _sharded(profile: ParameterProfile, topology: Topology, c: Coefficients, own
         by_worker[owner] += 1 / len(owners)
     by_machine = [sum(by_worker[i * k : (i + 1) * k]) for i in range(m)]
     busiest = 0.0
-    for share in by_machine:
-        share = min(1.0, share * profile.skew) if share == max(by_machine) else share
+    for share in {min(by_machine), min(1.0, max(by_machine) * profile.skew)}:
         sent = asked * ((1 - share) * (id_bytes + gradient) + (m - 1) * share * row)
         taken = asked * ((1 - share) * row + (m - 1) * share * (id_bytes + gradient))
         busiest = max(busiest, sent, taken)

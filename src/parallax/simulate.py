@@ -236,10 +236,14 @@ def as_rows(model: Model, predictions: Mapping[str, Prediction]) -> list[tuple[s
     return [
         head,
         *(
-            (name, format_seconds(p.step_seconds), f"{p.throughput:,.4g}", format_bytes(p.bytes_per_machine))
+            (name, format_seconds(p.step_seconds), _rate(p.throughput), format_bytes(p.bytes_per_machine))
             for name, p in predictions.items()
         ),
     ]
+
+
+def _rate(per_second: float) -> str:
+    return f"{per_second:,.0f}" if per_second >= 100 else f"{per_second:.3g}"
 
 
 def sweep_as_rows(model: Model, field: str, found: Mapping[int, Mapping[str, Prediction]]) -> list[tuple[str, ...]]:
@@ -248,7 +252,7 @@ def sweep_as_rows(model: Model, field: str, found: Mapping[int, Mapping[str, Pre
     rows = [
         (
             str(n),
-            *(f"{predictions[name].throughput:,.4g}" for name in ARCHITECTURES),
+            *(_rate(predictions[name].throughput) for name in ARCHITECTURES),
             *(format_bytes(predictions[name].bytes_per_machine) for name in ARCHITECTURES),
         )
         for n, predictions in found.items()
