@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo test lint types test-gpu test-compat test-cluster fuzz clean
+.PHONY: help demo test lint types test-gpu test-compat test-cluster fuzz paper clean
 .DEFAULT_GOAL := help
 
 help:  ## say what can be made
@@ -38,6 +38,9 @@ FUZZ ?= 300
 
 fuzz: $(VENV)/.installed-dev  ## random programs against one process, as many as FUZZ says
 	OMP_NUM_THREADS=1 FUZZ=$(FUZZ) $(VENV)/bin/python -m pytest tests/test_properties.py --timeout 0 $(ARGS)
+
+paper: $(VENV)/.installed  ## write docs/paper.md: predictions and the paper's figures
+	$(VENV)/bin/python benchmarks/paper.py
 
 clean:  ## remove all that make and the tools made, .venv too
 	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist src/*.egg-info

@@ -21,6 +21,8 @@ def test_defaults() -> None:
         "lazy_rows": False,
         "timeout": 600.0,
         "bucket_mb": 25.0,
+        "placements": {},
+        "partitions": None,
         "init": None,
     }
 
@@ -34,6 +36,8 @@ def test_defaults() -> None:
         ("lazy_rows", True),
         ("timeout", 1),
         ("bucket_mb", 0.001),
+        ("placements", {"embed*": "gather", "head.bias": "allreduce", "table": "sharded"}),
+        ("partitions", 3),
         ("init", lambda name, rows: rows.zero_()),
     ],
 )
@@ -57,6 +61,16 @@ def test_allowed(field: str, value: Any) -> None:
         ("timeout", "60", "Config.timeout: expected a number greater than 0, got '60'"),
         ("bucket_mb", 0.0, "Config.bucket_mb: expected a number greater than 0, got 0.0"),
         ("bucket_mb", None, "Config.bucket_mb: expected a number greater than 0, got None"),
+        (
+            "placements",
+            {"w": "shard"},
+            "Config.placements['w']: expected 'allreduce' | 'gather' | 'sharded', got 'shard'",
+        ),
+        ("placements", {3: "gather"}, "Config.placements: expected patterns of names as keys, got 3"),
+        ("placements", "gather", "Config.placements: expected a dict of name patterns, got 'gather'"),
+        ("partitions", 0, "Config.partitions: expected a whole number, at least 1, or None, got 0"),
+        ("partitions", 1.5, "Config.partitions: expected a whole number, at least 1, or None, got 1.5"),
+        ("partitions", True, "Config.partitions: expected a whole number, at least 1, or None, got True"),
         ("init", "zeros", "Config.init: expected a function of (name, rows) or None, got 'zeros'"),
     ],
 )

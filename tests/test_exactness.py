@@ -6,8 +6,11 @@ from typing import Any
 
 import oracle
 import pytest
+import ranks
 import torch
 from torch import nn
+
+import parallax
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "hybrid": {},
@@ -121,6 +124,41 @@ def test_bfloat16(architecture: str) -> None:
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_batches_of_different_sizes(world_size: int) -> None:
     oracle.check_all(world_size, [(uneven, a, "momentum") for a in ARCHITECTURES] + [(uneven, "hybrid", "Adam")])
+
+
+PLACED: list[dict[str, Any]] = [
+    {"placements": {"user.weight": "gather", "item.*": "allreduce"}},
+    {"partitions": 1},
+    {"partitions": 5, "placements": {"tags.weight": "gather"}},
+]
+
+
+def placed(world_size: int, number: int, optimizer: str, sparse: bool) -> oracle.Case:
+    """Placements and numbers of partitions that were chosen by hand."""
+    case = recommender(world_size, "hybrid", optimizer, sparse, torch.float64)
+    case.config = PLACED[number]
+    return case
+
+
+def test_placements_chosen_by_hand() -> None:
+    combinations = [("Adam", False), ("Adagrad", True)]
+    oracle.check_all(3, [(placed, number, *c) for number in range(len(PLACED)) for c in combinations])
+
+
+def plan_of(number: int) -> list[tuple[str, int]]:
+    case = placed(2, number, "Adam", False)
+    model = case.model()
+    optimizer = case.optimizers(model)
+    parallax.distribute(model, optimizer, config=parallax.Config(**case.config))
+    for batches in case.batches[:2]:
+        case.loss(model, batches[parallax.rank()]).backward()
+        optimizer.step()
+    return [(p.placement.value, len(p.owners)) for p in parallax.explain(model)][:3]
+
+
+def test_placements_chosen_by_hand_are_those_of_the_plan() -> None:
+    assert ranks.run(2, plan_of, 0) == [[("gather", 0), ("allreduce", 0), ("sharded", 2)]] * 2
+    assert ranks.run(2, plan_of, 2) == [[("sharded", 5), ("sharded", 5), ("gather", 0)]] * 2
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

@@ -13,10 +13,13 @@ import parallax
 
 SOURCE = Path(__file__).parents[1] / "src" / "parallax"
 ORDER = [
+    "topology",
     "plan",
     "config",
     "cost",
     "planner",
+    "search",
+    "simulate",
     "mesh",
     "comm",
     "table",
@@ -45,7 +48,7 @@ MAY_USE_DISTRIBUTED = {
     "comm": ("torch.distributed",),
     "cli": ("torch.distributed.run", "torch.distributed.elastic"),  # starts processes, calls no collective
 }
-PURE = ["plan", "config", "cost", "planner"]
+PURE = ["topology", "plan", "config", "cost", "planner", "search", "simulate"]
 
 
 def _tree(name: str) -> ast.Module:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parallax.plan import ParameterPlan, ParameterProfile, Placement, Plan, Use, format_bytes
+from parallax.plan import ParameterPlan, ParameterProfile, Placement, Plan, Use, format_bytes, format_seconds
+from parallax.topology import Coefficients, Topology
 
 
 def _profile(**fields: Any) -> ParameterProfile:
@@ -152,6 +154,67 @@ class TestTable:
                 "total: 0 parameters, 0 B per worker and step",
             ]
         )
+
+
+class TestSaved:
+    def test_both_ways(self, tmp_path: Path) -> None:
+        topology = Topology.of(machines=2, workers=2)
+        whole = dataclasses.replace(
+            PLAN,
+            parameters=(
+                dataclasses.replace(
+                    PLAN.parameters[0],
+                    seconds=0.01,
+                    runner_up=Placement.GATHER,
+                    runner_up_seconds=0.02,
+                    runner_up_bytes=3.0,
+                ),
+            ),
+            profiles=(_profile(name="embed.weight", shape=(50000, 128), num_rows_by_machine=3.5, skew=1.25),),
+            topology=topology,
+            coefficients=Coefficients(copy=1e9),
+            compute_seconds=0.125,
+            units_per_worker=2560.0,
+        )
+        whole.save(tmp_path / "plan.json")
+        assert Plan.load(tmp_path / "plan.json") == whole
+
+    @pytest.mark.parametrize(
+        ("text", "error"),
+        [("{", "JSONDecodeError"), ("[]", "TypeError"), ("{}", "KeyError: 'topology'"), ("3", "TypeError")],
+    )
+    def test_something_else(self, text: str, error: str) -> None:
+        with pytest.raises(ValueError, match=f"not a saved plan: {error}"):
+            Plan.from_json(text)
+
+
+class TestAlphaOfAMachine:
+    def test_independent_draws(self) -> None:
+        assert _profile(num_rows_touched=5.0).alpha_of(2) == pytest.approx(0.75)
+        assert _profile(num_rows_touched=5.0).alpha_of(1) == 0.5
+        assert _profile(num_rows_touched=10.0).alpha_of(3) == _profile(use=Use.DENSE).alpha_of(3) == 1.0
+        assert _profile(shape=(10**9, 1), num_rows_touched=1e-3).alpha_of(8) == pytest.approx(8e-12)
+
+    def test_as_observed(self) -> None:
+        observed = _profile(num_rows_touched=5.0, num_rows_by_machine=6.0)
+        assert (observed.alpha_by_machine(2), observed.alpha_by_machine(1)) == (0.6, 0.5)
+        assert dataclasses.replace(observed, use=Use.DENSE).alpha_by_machine(2) == 1.0
+
+
+def test_seconds_of_a_step_are_a_column_where_they_are_known() -> None:
+    known = dataclasses.replace(PLAN.parameters[0], seconds=0.00123)
+    lines = str(dataclasses.replace(PLAN, parameters=(known, PLAN.parameters[1]))).splitlines()
+    assert lines[1].split() == ["parameter", "shape", "use", "alpha", "placement", "bytes/step", "predicted", "reason"]
+    assert lines[2].endswith("1.5 KiB    1.23 ms  only looked up")
+    assert lines[3].endswith("3.0 MiB             used whole")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0 µs"), (12.3456e-6, "12.3 µs"), (999.7e-6, "1 ms"), (0.5, "500 ms"), (0.9997, "1 s"), (75, "75 s")],
+)
+def test_seconds_for_people(seconds: float, text: str) -> None:
+    assert format_seconds(seconds) == text
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""The command `parallax`: `parallax run --nproc 4 train.py` trains on 4 workers of this machine.
+"""The command `parallax`: `parallax run --nproc 4 train.py` trains on 4 workers of this machine; `verify` compares
+with one device; `plan` predicts.
 
 torch.distributed.run starts and watches the workers; what is added here is for somebody at a terminal. The
 workers meet on loopback, through a port that the system picks. If one fails, its own traceback is the last
@@ -18,7 +19,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,9 @@ LINGER_SECONDS = 2
 
 GRACE_SECONDS = 5
 """How long a worker that was told to end may take before it is killed."""
+
+BAD_INPUT = 2
+"""Exit status of `parallax plan` for what it does not understand, as for a wrong command line."""
 
 NOT_VERIFIED = 2
 """Exit status of `parallax verify` when there was nothing to compare, as for a wrong command line."""
@@ -78,6 +82,32 @@ The exit status is 0 if all is equal, 1 if something differs by more than the to
 compared."""
 
 
+_PLAN_DESCRIPTION = """\
+Predict the step of a model on machines that you may not have.
+
+For the hybrid (what parallax.distribute would choose), servers for every parameter (ps), and AllReduce with the rows
+of tables gathered (allreduce): seconds of a step, throughput, and bytes that the busiest machine sends. The model is a
+profile saved by a run, one of the models of arXiv 1808.02621, or a description in a file."""
+
+_PLAN_EXAMPLES = """\
+examples:
+  parallax plan --model lm --machines 8 --workers 6 --bandwidth 100Gbit --latency 20us
+  parallax plan --model lm --bandwidth 10Gbit --sweep machines=1..64 --plot lm.png
+
+from a run of your own: parallax.explain(model).save("plan.json") after the first step, then
+  parallax plan --profile plan.json --compute 80ms --machines 16 --bandwidth 25Gbit
+
+a description:
+  {"name": "mine", "unit": "words", "units_per_worker": 2560, "compute_seconds": 0.08, "parameters": [
+    {"name": "lstm", "elements": 9400000},
+    {"name": "embedding", "rows": 793470, "row_elements": 512, "alpha": 0.0087}]}
+alpha is the fraction of the rows that one worker touches in a step; compute_seconds is forward and backward alone.
+Optional: itemsize (4); for tables alpha_by_machine (of the workers of one machine together) and sparse_gradient;
+for the model coefficients (fields of parallax.topology.Coefficients).
+
+The exit status is 2 if something is not understood. docs/paper.md compares predictions with published figures."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line `argv` (default: `sys.argv[1:]`) and returns the exit status."""
     parser = argparse.ArgumentParser(
@@ -102,9 +132,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     run.add_argument("-m", "--module", action="store_true", help="the program is a module, as in `python -m`")
     run.add_argument("program", nargs=argparse.REMAINDER, help="the program and its arguments")
     _add_verify(commands)
+    _add_plan(commands)
     args = parser.parse_args(argv)
     if args.command == "verify":
         return _verify(args)
+    if args.command == "plan":
+        return _plan(args)
     program = args.program[1:] if args.program[:1] == ["--"] else args.program
     if not program:
         run.error("no program given; example: parallax run --nproc 4 train.py")
@@ -180,6 +213,145 @@ def _verify(args: argparse.Namespace) -> int:
         return NOT_VERIFIED
     print(report)
     return 0 if report.ok else 1
+
+
+def _add_plan(commands: Any) -> None:
+    plan = commands.add_parser(
+        "plan",
+        help="predict step time and bytes on other machines",
+        description=_PLAN_DESCRIPTION,
+        epilog=_PLAN_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    source = plan.add_mutually_exclusive_group(required=True)
+    source.add_argument("--model", metavar="NAME|FILE", help="lm, nmt, resnet50, inception3, or a description (JSON)")
+    source.add_argument("--profile", metavar="FILE", help="what parallax.explain(model).save(FILE) wrote")
+    where = plan.add_argument_group("machines (what is not said is taken from --topology, or from the profile)")
+    where.add_argument("--topology", metavar="FILE", help="machines and measured links (JSON)")
+    where.add_argument("--machines", type=lambda text: _positive(text, "machines"), metavar="N", help="(default: 1)")
+    where.add_argument("--workers", type=_positive, metavar="N", help="on each machine (default: 1)")
+    where.add_argument("--bandwidth", metavar="B", help="what a machine sends, such as 100Gbit (default: 10Gbit)")
+    where.add_argument("--latency", metavar="T", help="of a message between machines, such as 20us (default: 50us)")
+    where.add_argument("--inside-bandwidth", metavar="B", help="what a worker sends inside its machine (default: 5GB)")
+    where.add_argument("--inside-latency", metavar="T", help="of a message inside a machine (default: 10us)")
+    what = plan.add_argument_group("the step")
+    what.add_argument("--compute", metavar="T", help="forward and backward of a step, such as 80ms")
+    what.add_argument("--units", type=float, metavar="N", help="samples that a worker trains on in a step")
+    what.add_argument(
+        "--place",
+        action="append",
+        default=[],
+        metavar="PATTERN=PLACEMENT",
+        help="fix the hybrid's placement of parameters: allreduce, gather or sharded; may be repeated",
+    )
+    shown = plan.add_argument_group("output")
+    shown.add_argument("--sweep", metavar="WHAT=A..B", help="machines=1..64 (doubling), or workers=1,2,6")
+    shown.add_argument("--plot", metavar="FILE", help="with --sweep: a picture of the throughput (needs matplotlib)")
+    shown.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _plan(args: argparse.Namespace) -> int:
+    try:
+        return _show_plan(args)
+    except (ValueError, OSError) as error:
+        print(f"parallax plan: {error}", file=sys.stderr, flush=True)
+        return BAD_INPUT
+
+
+def _show_plan(args: argparse.Namespace) -> int:
+    import dataclasses
+    import json
+
+    from parallax import simulate
+    from parallax.config import Config
+    from parallax.plan import Plan
+    from parallax.topology import Topology, parse_seconds
+
+    if args.plot and not args.sweep:
+        raise ValueError("--plot shows a sweep; give --sweep too, such as --sweep machines=1..64")
+    compute = None if args.compute is None else parse_seconds(args.compute, "--compute")
+    known = None
+    if args.profile:
+        saved = _read(args.profile, Plan.from_json)
+        known = saved.topology
+        model = simulate.model_of_plan(saved, args.profile, compute_seconds=compute, units_per_worker=args.units)
+    else:
+        given = {"compute_seconds": compute, "units_per_worker": args.units}
+        model = dataclasses.replace(
+            simulate.load_model(args.model), **{k: v for k, v in given.items() if v is not None}
+        )
+    if args.topology:
+        known = _read(args.topology, Topology.from_json)
+    topology = _topology(args, known)
+    pairs = [place.rpartition("=") for place in args.place]
+    for (pattern, _, _), place in zip(pairs, args.place, strict=True):
+        if not pattern:
+            raise ValueError(f"--place: expected PATTERN=PLACEMENT, such as 'embed*=gather', got {place!r}")
+    config = Config(placements={pattern: placement for pattern, _, placement in pairs})
+    if args.sweep:
+        field, numbers = simulate.parse_sweep(args.sweep)
+        found = simulate.sweep(model, topology, field, numbers, config)
+        if args.plot:
+            simulate.plot(model, field, found, args.plot)
+        if args.json:
+            print(json.dumps({"sweep": [{field: n, **simulate.as_json(found[n])} for n in numbers]}))
+        else:
+            _print_table(f"{model.name}, predicted", simulate.sweep_as_rows(model, field, found), left=())
+        return 0
+    predictions = simulate.simulate(model, topology, config)
+    if args.json:
+        print(json.dumps(simulate.as_json(predictions)))
+        return 0
+    title = f"{model.name} on {topology.machines} x {topology.workers} workers, predicted"
+    _print_table(title, simulate.as_rows(model, predictions), left=("architecture",))
+    print(f"\n{simulate.plan(model, topology, config)}")
+    return 0
+
+
+def _read(path: str, parse: Callable[[str], Any]) -> Any:
+    try:
+        return parse(Path(path).read_text())
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _topology(args: argparse.Namespace, known: Any) -> Any:
+    """What the options say, on top of what is known."""
+    import dataclasses
+
+    from parallax.topology import Links, Topology
+
+    words = {k: getattr(args, k) for k in ("bandwidth", "latency", "inside_bandwidth", "inside_latency")}
+    words = {k: v for k, v in words.items() if v is not None}
+    counts = {k: getattr(args, k) for k in ("machines", "workers") if getattr(args, k) is not None}
+    said = Topology.of(**words, **counts)
+    if known is None:
+        return said
+    changes: dict[str, Any] = dict(counts)
+    for side, prefix in (("between", ""), ("inside", "inside_")):
+        fields = [field for field in ("latency", "bandwidth") if prefix + field in words]
+        link = {field: getattr(getattr(said, side).rounds, field) for field in fields}
+        links = {way: dataclasses.replace(old, **link) for way, old in vars(getattr(known, side)).items()}
+        changes[side] = Links(**links)
+    return dataclasses.replace(known, **changes)
+
+
+def _print_table(title: str, rows: Sequence[Sequence[str]], left: Collection[str]) -> None:
+    """For a terminal, or in plain text for a log; the first of `rows` names the columns."""
+    if not sys.stdout.isatty():
+        from parallax.plan import aligned
+
+        print("\n".join([title, *aligned(rows, right=[name for name in rows[0] if name not in left])]))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for name in rows[0]:
+        table.add_column(name, justify="left" if name in left else "right", no_wrap=True)
+    for row in rows[1:]:
+        table.add_row(*row)
+    Console().print(table)
 
 
 class _Version(argparse.Action):

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, Literal, get_args
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-import torch
+if TYPE_CHECKING:  # plans are also made where nobody waits for PyTorch: `parallax plan`
+    import torch
 
 Architecture = Literal["hybrid", "allreduce"]
 Reduction = Literal["mean", "sum"]
 SparseAllreduce = Literal["gather", "dense"]
+FixedPlacement = Literal["allreduce", "gather", "sharded"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,6 +45,17 @@ class Config:
     bucket_mb: float = 25.0
     """Size of a bucket of dense gradients in MiB (2**20 bytes); more than 0."""
 
+    placements: Mapping[str, FixedPlacement] = dataclasses.field(default_factory=dict)
+    """Placements that you choose: {"encoder.embed*": "gather"}. Keys are patterns of parameter names (as of
+    `fnmatch`); of several that match a parameter, the first counts. "allreduce": a copy on each worker, the whole
+    gradient is reduced. "gather": a copy on each worker, the touched rows of the gradient are gathered. "sharded":
+    rows live on their owners. A pattern that no parameter matches, or a placement that is not possible for a
+    parameter, is an error."""
+
+    partitions: int | None = None
+    """Number of parts that the rows of a sharded parameter are dealt out to, at least 1; the workers hold them in
+    turn. Default: one for each worker."""
+
     init: Callable[[str, torch.Tensor], Any] | None = None
     """Fills the rows of a table that was built on the meta device: called on each worker as
     `init(name, rows)` with that worker's own rows, shape (rows held, *row shape). Default: standard normal
@@ -61,6 +74,15 @@ class Config:
             )
         _check_positive("timeout", self.timeout)
         _check_positive("bucket_mb", self.bucket_mb)
+        if not isinstance(self.placements, Mapping):
+            raise ValueError(f"Config.placements: expected a dict of name patterns, got {self.placements!r}")
+        for pattern, placement in self.placements.items():
+            if not isinstance(pattern, str):
+                raise ValueError(f"Config.placements: expected patterns of names as keys, got {pattern!r}")
+            _check_choice(f"placements[{pattern!r}]", placement, get_args(FixedPlacement))
+        p = self.partitions
+        if p is not None and (isinstance(p, bool) or not isinstance(p, int) or p < 1):
+            raise ValueError(f"Config.partitions: expected a whole number, at least 1, or None, got {p!r}")
         if self.init is not None and not callable(self.init):
             raise ValueError(f"Config.init: expected a function of (name, rows) or None, got {self.init!r}")
 

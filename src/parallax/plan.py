@@ -9,8 +9,13 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
+import math
+import os
 from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
 from typing import Any
+
+from parallax.topology import Coefficients, Topology
 
 
 class Use(enum.Flag):
@@ -47,6 +52,10 @@ class ParameterProfile:
     `meta` marks a parameter that was built on the meta device and has never existed whole. `renormed` marks the
     weight of a module with max_norm: looking a row up changes it. `by_frequency` marks lookups with
     scale_grad_by_freq: the gradient of a row is divided by how often all workers looked it up.
+
+    `num_rows_by_machine` is the number of distinct rows that the workers of one machine look up together; without it
+    they are taken to draw independently. `skew` is how much more of the touched rows the busiest owner has than the
+    average one. `sparse_gradient` marks a table whose optimizer updates only the rows that have a gradient.
     """
 
     name: str
@@ -59,6 +68,9 @@ class ParameterProfile:
     meta: bool = False
     renormed: bool = False
     by_frequency: bool = False
+    num_rows_by_machine: float | None = None
+    skew: float = 1.0
+    sparse_gradient: bool = False
 
     @property
     def num_rows(self) -> int:
@@ -86,6 +98,18 @@ class ParameterProfile:
             return 1.0
         return self.num_rows_touched / self.num_rows if self.num_rows else 0.0
 
+    def alpha_of(self, num_workers: int) -> float:
+        """Fraction of the rows that `num_workers` workers touch together, if their draws are independent:
+        1-(1-alpha)^W. What the workers of a machine share, as words of one text do, makes it less."""
+        alpha = min(self.alpha, 1.0)
+        return alpha if num_workers == 1 or alpha == 1 else -math.expm1(num_workers * math.log1p(-alpha))
+
+    def alpha_by_machine(self, num_workers: int) -> float:
+        """Fraction of the rows that the `num_workers` workers of one machine touch together, each row counted once."""
+        if self.num_rows_by_machine is None or Use.DENSE in self.use or num_workers == 1 or not self.num_rows:
+            return self.alpha_of(num_workers)
+        return self.num_rows_by_machine / self.num_rows
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParameterPlan:
@@ -93,7 +117,8 @@ class ParameterPlan:
 
     `owners` maps partition p (the rows r with r mod len(owners) == p) to the rank that holds it; it is
     empty unless the placement is SHARDED. `bytes_per_step` is what one worker sends in one step, predicted
-    from alpha (`cost.bytes_per_step`).
+    from alpha (`cost.bytes_per_step`). Where the links are known, `seconds` is what the parameter adds to a step, and
+    `runner_up` the best of the other placements, with its figures.
     """
 
     name: str
@@ -104,6 +129,10 @@ class ParameterPlan:
     owners: tuple[int, ...] = ()
     bytes_per_step: float = 0.0
     reason: str
+    seconds: float | None = None
+    runner_up: Placement | None = None
+    runner_up_seconds: float | None = None
+    runner_up_bytes: float | None = None
 
     def __post_init__(self) -> None:
         if bool(self.owners) != (self.placement is Placement.SHARDED):
@@ -115,17 +144,39 @@ class ParameterPlan:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The decisions for a model: each parameter exactly once, in the model's order."""
+    """The decisions for a model: each parameter exactly once, in the model's order.
+
+    `profiles` is what they were made from, in the same order; `topology` and `coefficients` are the links and the speed
+    of machines, if these were known. `compute_seconds` is what forward and backward of a step take a worker, without
+    exchange and optimizer, if that was measured, and `units_per_worker` the samples (words, images) that a worker
+    trains on in a step.
+    """
 
     world_size: int
     architecture: str
     parameters: tuple[ParameterPlan, ...]
+    profiles: tuple[ParameterProfile, ...] = ()
+    topology: Topology | None = None
+    coefficients: Coefficients | None = None
+    compute_seconds: float | None = None
+    units_per_worker: float | None = None
 
     def __post_init__(self) -> None:
         names = [p.name for p in self.parameters]
         twice = sorted({n for n in names if names.count(n) > 1}) if len(set(names)) < len(names) else []
         if twice:
             raise ValueError(f"a plan covers each parameter exactly once, but these occur twice: {twice}")
+        if self.profiles:
+            self.check_covers([p.name for p in self.profiles])
+
+    def check_covers(self, names: Sequence[str]) -> None:
+        """Raises ValueError, which names them, if parameters of `names` have no decision, or decisions no parameter."""
+        mine = {p.name for p in self.parameters}
+        missing, other = [n for n in names if n not in mine], sorted(mine - set(names))
+        if missing or other:
+            wrong = [f"these have no decision: {missing}"] if missing else []
+            wrong += [f"these are not in the model: {other}"] if other else []
+            raise ValueError(f"a plan covers each parameter exactly once, but {'; '.join(wrong)}")
 
     def __iter__(self) -> Iterator[ParameterPlan]:
         return iter(self.parameters)
@@ -137,33 +188,51 @@ class Plan:
         raise KeyError(f"no parameter {name!r} in this plan; it has {[p.name for p in self.parameters]}")
 
     def to_json(self) -> str:
-        def plain(value: Any) -> Any:
-            return value.value if isinstance(value, enum.Enum) else value
-
-        rows = [{k: plain(v) for k, v in vars(p).items()} for p in self.parameters]
-        return json.dumps({"world_size": self.world_size, "architecture": self.architecture, "parameters": rows})
+        return json.dumps(
+            {
+                "world_size": self.world_size,
+                "architecture": self.architecture,
+                "parameters": [_plain(p) for p in self.parameters],
+                "profiles": [_plain(p) for p in self.profiles],
+                "topology": json.loads(self.topology.to_json()) if self.topology else None,
+                "coefficients": vars(self.coefficients) if self.coefficients else None,
+                "compute_seconds": self.compute_seconds,
+                "units_per_worker": self.units_per_worker,
+            }
+        )
 
     @staticmethod
     def from_json(text: str) -> Plan:
-        data = json.loads(text)
-        rows = tuple(
-            ParameterPlan(
-                **{
-                    **row,
-                    "shape": tuple(row["shape"]),
-                    "owners": tuple(row["owners"]),
-                    "use": Use(row["use"]),
-                    "placement": Placement(row["placement"]),
-                }
+        """Raises ValueError for anything that `to_json` did not write."""
+        try:
+            data = json.loads(text)
+            topology, coefficients = data["topology"], data["coefficients"]
+            return Plan(
+                world_size=data["world_size"],
+                architecture=data["architecture"],
+                parameters=tuple(_read(ParameterPlan, row) for row in data["parameters"]),
+                profiles=tuple(_read(ParameterProfile, row) for row in data["profiles"]),
+                topology=None if topology is None else Topology.from_json(json.dumps(topology)),
+                coefficients=None if coefficients is None else Coefficients(**coefficients),
+                compute_seconds=data["compute_seconds"],
+                units_per_worker=data["units_per_worker"],
             )
-            for row in data["parameters"]
-        )
-        return Plan(world_size=data["world_size"], architecture=data["architecture"], parameters=rows)
+        except (KeyError, TypeError, json.JSONDecodeError) as error:
+            raise ValueError(f"not a saved plan: {type(error).__name__}: {error}") from error
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the plan, with what it was made from, as JSON: what `parallax plan --profile` reads."""
+        Path(path).write_text(self.to_json() + "\n")
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Plan:
+        """Raises OSError if `path` cannot be read, ValueError if it has no plan."""
+        return Plan.from_json(Path(path).read_text())
 
     def __str__(self) -> str:
         """A table in plain text, one line per parameter, for a terminal or a log."""
-        head = ("parameter", "shape", "use", "alpha", "placement", "bytes/step", "reason")
-        rows = [
+        head: tuple[str, ...] = ("parameter", "shape", "use", "alpha", "placement", "bytes/step", "reason")
+        rows: list[tuple[str, ...]] = [
             (
                 p.name,
                 "x".join(str(size) for size in p.shape) or "scalar",
@@ -175,11 +244,17 @@ class Plan:
             )
             for p in self
         ]
+        if any(p.seconds is not None for p in self):  # the links are known
+            head = (*head[:-1], "predicted", head[-1])
+            rows = [
+                (*row[:-1], "" if p.seconds is None else format_seconds(p.seconds), row[-1])
+                for row, p in zip(rows, self, strict=True)
+            ]
         return "\n".join(
             [
                 f"plan for {counted(self.world_size, 'worker')}, architecture {self.architecture} "
                 f"(bytes/step: what one worker sends in one step)",
-                *aligned([head, *rows], right=("alpha", "bytes/step")),
+                *aligned([head, *rows], right=("alpha", "bytes/step", "predicted")),
                 self._totals(),
             ]
         )
@@ -196,6 +271,16 @@ class Plan:
         return f"total: {counted(len(self.parameters), 'parameter')}, {sent} per worker and step{detail}"
 
 
+def _plain(row: ParameterPlan | ParameterProfile) -> dict[str, Any]:
+    return {k: v.value if isinstance(v, enum.Enum) else v for k, v in vars(row).items()}
+
+
+def _read(kind: type[Any], row: dict[str, Any]) -> Any:
+    """What `_plain` made `row` of."""
+    types = {"shape": tuple, "owners": tuple, "use": Use, "placement": Placement, "runner_up": Placement}
+    return kind(**{k: types[k](v) if k in types and v is not None else v for k, v in row.items()})
+
+
 def format_bytes(num_bytes: float) -> str:
     """`num_bytes` for people, in B, KiB, MiB, GiB or TiB (powers of 1024)."""
     size = float(num_bytes)
@@ -204,6 +289,14 @@ def format_bytes(num_bytes: float) -> str:
             return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"
+
+
+def format_seconds(seconds: float) -> str:
+    """`seconds` for people, in µs, ms or s, three digits."""
+    for scale, unit in ((1e6, "µs"), (1e3, "ms")):
+        if seconds * scale < 999.5:
+            return f"{seconds * scale:.3g} {unit}"
+    return f"{seconds:.3g} s"
 
 
 def counted(n: int, noun: str) -> str:
