@@ -1,144 +1,160 @@
-"""Words per second and bytes on the links, of several ways to train one model, over links of a given bandwidth.
+"""Samples per second and bytes on the links, of several ways to train a model, over links of a given bandwidth.
 
     sudo .venv/bin/python benchmarks/evaluate.py --machines 8 --bandwidth 300Mbit --output benchmarks/results/a.json
 
-All ways ("arms") train on the same processes of one cluster (`cluster.py`) and take turns: in each repeat, each arm
-begins anew, takes some steps to warm up, and is timed between two barriers. What is stated is the median over the
-repeats, and the median of hybrid's speed by the arm's, repeat by repeat, so that a change of the machine's speed meets
-both. Links are unlimited while a turn is set up. The loss after the warm-up is equal for arms that compute the same.
+Ways ("arms") are parallax's architectures, PyTorch's DDP, computing alone without any exchange, which is the limit, and
+other libraries ("peers", each in an environment of its own; see `peers/setup.sh`). They take turns on one cluster
+(`cluster.py`): in each repeat, each arm begins anew and takes a turn as `turns.py` says, on the same batches. Arms of
+ours share processes, peers are started for their turn, while ours wait. What is stated is the median over the repeats,
+and the median of hybrid's speed by the arm's, repeat by repeat, so that a change of the machine's speed meets both.
+The loss after the warm-up is equal for arms that compute the same.
+
+Of `--machines`, `--bandwidth` and `--alpha` several values may be given: a run for each of their combinations.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
-import gc
+import itertools
 import json
 import os
 import platform
 import shlex
-import statistics
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib import metadata
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from cluster import Cluster, ClusterError, link_counters
+import turns
+from arms import ARMS
+from cluster import Cluster, ClusterError, Job, bits_per_second
+from least import least_bytes
 from models import MODELS, add_options
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+from report import as_table, merged, summary
 
-import parallax
-
-WARM_UP, WARM_UP_LIMITED = 3, 2
-"""Steps at the start of a turn: over unlimited links (parallax watches the first), then over those of the setting."""
-
-
-def by_parallax(model: nn.Module, optimizer: torch.optim.Optimizer, **config: Any) -> nn.Module:
-    return parallax.distribute(model, optimizer, config=parallax.Config(**config))
+HERE = Path(__file__).parent
+PEERS_FOLDER = Path(os.environ.get("PEERS", "~/.cache/peers")).expanduser()
+PEER_SECONDS = 900.0
+"""After which a peer's turn is given up; with 16 machines on 2 cores they need minutes to start."""
 
 
-ARMS: dict[str, tuple[bool, Callable[[nn.Module, torch.optim.Optimizer], nn.Module]]] = {
-    "hybrid": (True, by_parallax),
-    "allreduce-gather": (True, lambda m, o: by_parallax(m, o, architecture="allreduce", sparse_allreduce="gather")),
-    "allreduce-dense": (True, lambda m, o: by_parallax(m, o, architecture="allreduce", sparse_allreduce="dense")),
-    "ddp-sparse": (True, lambda m, o: DistributedDataParallel(m)),
-    "ddp-dense": (False, lambda m, o: DistributedDataParallel(m)),
-    "compute-only": (True, lambda m, o: m),
+@dataclass(frozen=True)
+class Peer:
+    """Another library, with a script in `peers/` that takes its turn."""
+
+    environment: str
+    """The virtual environment, a folder in `PEERS_FOLDER`."""
+    package: str
+    script: str
+    models: tuple[str, ...]
+
+    @property
+    def python(self) -> Path:
+        return PEERS_FOLDER / self.environment / "bin" / "python"
+
+    @property
+    def version(self) -> str | None:
+        """Of the library, if it is there."""
+        found = self.python.parent.parent.glob(f"lib/python*/site-packages/{self.package}-*.dist-info")
+        return next((path.stem.split("-")[1] for path in found), None)
+
+
+PEERS = {
+    "torchrec": Peer("torchrec", "torchrec", "torchrec_arm.py", ("lm", "recommender")),
+    "horovod": Peer("horovod", "horovod", "horovod_arm.py", ("lm",)),
+    "tf-servers": Peer("tf", "tensorflow_cpu", "tf_arm.py", ("lm",)),
 }
-"""By name: whether tables have sparse gradients, and what makes a model one that trains on all workers."""
 
 
 def main() -> None:
     args, parser = parse()
-    if args.folder is not None:
-        work(args)
-        return
-    try:
-        turns = launch(args)
-    except ClusterError as error:
-        parser.exit(2, f"evaluate: {error}\n")
-    report = summary(args, turns)
-    print(as_table(report))
-    if args.output:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps(report, indent=1) + "\n")
+    runs = []
+    for machines, bandwidth, alpha in itertools.product(args.machines, args.bandwidth, args.alpha):
+        try:
+            run = evaluate(argparse.Namespace(**{**vars(args), **locals_of_run(machines, bandwidth, alpha)}))
+        except ClusterError as error:
+            parser.exit(2, f"evaluate: {error}\n")
+        print(f"\n{machines} machines, {bandwidth}, {args.model}\n{as_table(run)}\n", flush=True)
+        runs.append(run)
+        if args.output:  # after each run, so that none is lost
+            args.output.parent.mkdir(parents=True, exist_ok=True)
+            args.output.write_text(json.dumps({**circumstances(), "runs": runs}, indent=1) + "\n")
 
 
-def parse() -> tuple[argparse.Namespace, argparse.ArgumentParser]:
+def locals_of_run(machines: int, bandwidth: str, alpha: float) -> dict[str, Any]:
+    return {"machines": machines, "bandwidth": bandwidth, "alpha": alpha}
+
+
+def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, argparse.ArgumentParser]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--machines", type=int, default=8)
+    parser.add_argument("--machines", type=int, nargs="+", default=[8])
     parser.add_argument("--workers", type=int, default=1, help="per machine")
-    parser.add_argument("--bandwidth", default="300Mbit", help="of each link")
+    parser.add_argument("--bandwidth", nargs="+", default=["300Mbit"], help="of each link")
+    parser.add_argument("--alpha", type=float, nargs="+", default=[0.01], help="rows that a batch touches (one-table)")
     parser.add_argument("--model", choices=list(MODELS), default="lm")
-    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
+    parser.add_argument("--arms", nargs="+", choices=[*ARMS, *PEERS], help="default: all that train the model")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=5.0, help="of a turn, about")
     parser.add_argument("--output", type=Path, help="JSON file to write")
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)  # given to workers: where to meet the launcher
     add_options(parser)
-    return parser.parse_args(), parser
+    args = parser.parse_args(argv)
+    able = [arm for arm in [*ARMS, *PEERS] if arm in ARMS or args.model in PEERS[arm].models]
+    args.arms = args.arms or able
+    if unable := sorted(set(args.arms) - set(able)):
+        parser.error(f"--arms: {', '.join(unable)} cannot train --model {args.model} here")
+    args.batch = args.batch or MODELS[args.model].batch
+    return args, parser
 
 
-# -- in the launcher ----------------------------------------------------------------------------------
+def missing_peers(arms: Sequence[str]) -> dict[str, str]:
+    """Peers among the arms that are not installed, and what to do."""
+    wanted = {arm: PEERS[arm] for arm in arms if arm in PEERS}
+    return {
+        arm: f"no {peer.package} in {peer.python.parent.parent}; make peers PEERS={peer.environment}"
+        for arm, peer in wanted.items()
+        if peer.version is None
+    }
 
 
-def launch(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Runs all turns, and returns what was measured in each."""
-    with (
-        tempfile.TemporaryDirectory(prefix="evaluate-") as name,
-        Cluster(machines=args.machines, bandwidth=args.bandwidth) as cluster,
-    ):
-        folder = Path(name)
+def evaluate(args: argparse.Namespace) -> dict[str, Any]:
+    """A run: all turns on one cluster, and what follows from them."""
+    missing = missing_peers(args.arms)
+    arms = [arm for arm in args.arms if arm not in missing]
+    # There and back, so that no arm has always the same place in the machine's day.
+    order = [(n, arm) for n in range(args.repeats) for arm in (arms if n % 2 == 0 else arms[::-1])]
+    settings = {k: v for k, v in vars(args).items() if k != "output"}
+    told, failed = Launcher(settings, order).run()
+    kind, num_ranks = MODELS[args.model], args.machines * args.workers
+    samples = kind.num_samples(args) * num_ranks
+    least = least_bytes(args)
+    wire = samples / (least["total"] * 8 / bits_per_second(args.bandwidth)) if least["total"] else float("inf")
+    waits = [fact for fact in told if "waited_for" in fact]
+    measured = merged([fact for fact in told if "seconds" in fact], samples)
+    return {
+        "settings": settings,
+        "unit": kind.unit,
+        "least_bytes": least,
+        "wire_samples_per_second": wire,
+        "arms": summary(measured, least, wire),
+        "missing": missing,
+        "failed": failed,
+        "turns": measured,
+        "most_cpu_seconds_while_a_peer_ran": max((fact["cpu_seconds"] for fact in waits), default=0.0),
+    }
 
-        def follow() -> None:
-            """Sets the links as rank 0 asks, and says that it is done."""
-            wish = folder / "wish"
-            if wish.exists():
-                cluster.set_bandwidth(args.bandwidth if wish.read_text() == "limited" else None)
-                wish.unlink()
 
-        job = cluster.start(
-            [sys.executable, __file__, *sys.argv[1:], "--folder", str(folder)], workers=args.workers, echo=True
-        )
-        result = job.wait(on_tick=follow)
-        if any(result.exit_codes):
-            raise ClusterError(f"workers failed; exit codes by rank: {result.exit_codes}")
-        return json.loads((folder / "turns.json").read_text())
-
-
-def summary(args: argparse.Namespace, turns: list[dict[str, Any]]) -> dict[str, Any]:
-    arms = {}
-    for arm in args.arms:
-        mine = [turn for turn in turns if turn["arm"] == arm]
-        arms[arm] = {
-            key: statistics.median(turn[key] for turn in mine) for key in ("words_per_second", "sent_mb", "loss")
-        }
-        if "hybrid" in args.arms:
-            hybrid = [turn for turn in turns if turn["arm"] == "hybrid"]
-            pairs = zip(hybrid, mine, strict=True)
-            arms[arm]["hybrid_by_this"] = statistics.median(
-                h["words_per_second"] / m["words_per_second"] for h, m in pairs
-            )
-    settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items() if k not in ("folder", "output")}
+def circumstances() -> dict[str, Any]:
+    peers = {name: peer.version for name, peer in PEERS.items() if peer.version is not None}
+    ours = {name: metadata.version(name) for name in ("torch", "parallax-train")}
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": shlex.join(["python", "benchmarks/evaluate.py", *sys.argv[1:]]),
         "machine": f"{cpu()}, {len(os.sched_getaffinity(0))} cores, Linux {platform.release()}",
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "parallax": metadata.version("parallax-train"),
-        },
-        "settings": settings,
-        "arms": arms,
-        "turns": turns,
+        "versions": {"python": platform.python_version(), **ours, **peers},
     }
 
 
@@ -147,94 +163,66 @@ def cpu() -> str:
     return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.machine())
 
 
-def as_table(report: dict[str, Any]) -> str:
-    lines = [f"{'':18}{'words/s':>10}{'MB sent':>10}{'hybrid/this':>13}{'loss':>9}   medians; sent by machine and step"]
-    for arm, m in report["arms"].items():
-        ratio = f"{m['hybrid_by_this']:.2f}" if "hybrid_by_this" in m else ""
-        lines.append(f"{arm:18}{m['words_per_second']:10,.0f}{m['sent_mb']:10.2f}{ratio:>13}{m['loss']:9.4f}")
-    return "\n".join(lines)
+class Launcher:
+    """Starts workers, and does what they ask for: links of another bandwidth, a peer's turn."""
+
+    def __init__(self, settings: dict[str, Any], order: list[tuple[int, str]]) -> None:
+        self.settings = {**settings, "order": order}
+        self.told: list[dict[str, Any]] = []
+        self.failed: list[dict[str, Any]] = []
+
+    def run(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """Takes all turns; returns what was told, and the turns of peers that failed."""
+        machines, bandwidth = self.settings["machines"], self.settings["bandwidth"]
+        with Cluster(machines=machines, bandwidth=bandwidth) as self.cluster:
+            result = self._job([sys.executable, str(HERE / "arms.py")], timeout=None)
+        if isinstance(result, str):
+            raise ClusterError(f"workers failed:\n{result}")
+        self.told += result
+        return self.told, self.failed
+
+    def _job(self, command: list[str], timeout: float | None) -> list[dict[str, Any]] | str:
+        """Runs workers to their end; returns what they told, or the last that one who failed said."""
+        with tempfile.TemporaryDirectory(prefix="evaluate-") as name:
+            folder = Path(name)
+            (folder / "settings.json").write_text(json.dumps(self.settings))
+            job = self.cluster.start([*command, name], workers=self.settings["workers"])
+
+            def follow() -> None:
+                wish = folder / "wish"
+                if wish.exists():
+                    self._do(wish.read_text().split(), folder)
+                    wish.unlink()
+
+            try:
+                result = job.wait(timeout, on_tick=follow)
+            except TimeoutError as error:
+                return str(error)
+            if any(result.exit_codes):
+                return _last_words(job, result.exit_codes)
+            return [fact for output in result.outputs for fact in turns.told(output)]
+
+    def _do(self, wish: list[str], folder: Path) -> None:
+        match wish:
+            case ["links", state]:
+                self.cluster.set_bandwidth(self.settings["bandwidth"] if state == "limited" else None)
+            case ["counters"]:
+                (folder / "counters.json").write_text(json.dumps(self.cluster.counters()))
+            case ["peer", arm, repeat]:
+                peer = PEERS[arm]
+                result = self._job([str(peer.python), str(HERE / "peers" / peer.script)], PEER_SECONDS)
+                if isinstance(result, str):
+                    print(f"{repeat} {arm} failed:\n{result}", flush=True)
+                    self.failed.append({"arm": arm, "repeat": int(repeat), "error": result})
+                else:
+                    self.told += [{"arm": arm, "repeat": int(repeat), **fact} for fact in result]
+        print(f"{datetime.datetime.now():%H:%M:%S} {' '.join(wish)}", flush=True)
 
 
-# -- in the workers -----------------------------------------------------------------------------------
-
-
-def work(args: argparse.Namespace) -> None:
-    torch.set_num_threads(1)
-    torch.sparse.check_sparse_tensor_invariants.disable()  # said explicitly, so that torch does not warn
-    dist.init_process_group("gloo", timeout=datetime.timedelta(minutes=10))
-    batches = MODELS[args.model][1](args, dist.get_rank())
-    turns = []
-    for repeat in range(args.repeats):
-        for arm in args.arms if repeat % 2 == 0 else reversed(args.arms):
-            turn = {"arm": arm, "repeat": repeat, **take_turn(args, arm, cycle(batches))}
-            turns.append(turn)
-            gc.collect()
-            if dist.get_rank() == 0:
-                print(f"{repeat} {arm}: {turn['words_per_second']:,.0f} words/s, {turn['sent_mb']:.2f} MB", flush=True)
-    if dist.get_rank() == 0:
-        (args.folder / "turns.json").write_text(json.dumps(turns))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def take_turn(args: argparse.Namespace, arm: str, batches: Iterator[Any]) -> dict[str, Any]:
-    links(args, "unlimited")
-    sparse, distributed = ARMS[arm]
-    torch.manual_seed(0)
-    plain = MODELS[args.model][0](args, sparse)
-    optimizer = torch.optim.Adagrad(plain.parameters(), lr=0.2, initial_accumulator_value=0.1)
-    model = distributed(plain, optimizer)
-
-    def step() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = model(*next(batches))
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
-    for _ in range(WARM_UP):
-        step()
-    links(args, "limited")
-    start = time.perf_counter()
-    for _ in range(WARM_UP_LIMITED):
-        loss = step()
-    took = joint((time.perf_counter() - start) / WARM_UP_LIMITED, max)
-    num_steps = max(2, round(args.seconds / took))
-    dist.barrier()
-    start, (sent, received) = time.perf_counter(), link_counters()
-    for _ in range(num_steps):
-        step()
-    dist.barrier()
-    seconds, (now_sent, now_received) = time.perf_counter() - start, link_counters()
-    num_words = args.batch * args.time * num_steps * dist.get_world_size()
-    measured = {
-        "steps": num_steps,
-        "seconds": seconds,
-        "words_per_second": num_words / seconds,
-        "sent_mb": joint((now_sent - sent) / num_steps / 1e6, statistics.mean),
-        "most_received_mb": joint((now_received - received) / num_steps / 1e6, max),
-        "loss": joint(float(loss), statistics.mean),
-    }
-    parallax.shutdown()  # nothing for the arms that are not parallax's
-    return measured
-
-
-def links(args: argparse.Namespace, wish: str) -> None:
-    """Asks the launcher to set the links, and waits until it has."""
-    dist.barrier()
-    if dist.get_rank() == 0:
-        new = args.folder / "new"
-        new.write_text(wish)
-        new.rename(args.folder / "wish")
-        while (args.folder / "wish").exists():
-            time.sleep(0.01)
-    dist.barrier()
-
-
-def joint(value: float, function: Callable[[list[float]], float]) -> float:
-    values: list[float] = [0.0] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return function(values)
+def _last_words(job: Job, exit_codes: list[int]) -> str:
+    rank = next(rank for rank, code in enumerate(exit_codes) if code)
+    last = "\n".join(job.outputs[rank].strip().splitlines()[-15:])
+    return f"exit codes by rank: {exit_codes}; rank {rank} said last:\n{last}"
 
 
 if __name__ == "__main__":

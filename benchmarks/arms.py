@@ -1,0 +1,83 @@
+"""A worker of `evaluate.py`: parallax's architectures, PyTorch's DDP, and computing alone, in turn in one process.
+
+In the turns of peers, which have processes of their own, it waits.
+"""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import sys
+import time
+from collections.abc import Callable
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from models import MODELS, Batch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch_group import torch_group
+from turns import Group, settings, take, tell
+
+import parallax
+
+
+def by_parallax(model: nn.Module, optimizer: torch.optim.Optimizer, **config: Any) -> nn.Module:
+    return parallax.distribute(model, optimizer, config=parallax.Config(**config))
+
+
+ARMS: dict[str, tuple[bool, Callable[[nn.Module, torch.optim.Optimizer], nn.Module]]] = {
+    "hybrid": (True, by_parallax),
+    "allreduce-gather": (True, lambda m, o: by_parallax(m, o, architecture="allreduce", sparse_allreduce="gather")),
+    "allreduce-dense": (True, lambda m, o: by_parallax(m, o, architecture="allreduce", sparse_allreduce="dense")),
+    "ddp-sparse": (True, lambda m, o: DistributedDataParallel(m)),
+    "ddp-dense": (False, lambda m, o: DistributedDataParallel(m)),
+    "compute-only": (True, lambda m, o: m),
+}
+"""By name: whether tables have sparse gradients, and what makes a model one that trains on all workers."""
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    args = settings(folder)
+    torch.set_num_threads(1)
+    torch.sparse.check_sparse_tensor_invariants.disable()  # said explicitly, so that torch does not warn
+    dist.init_process_group("gloo", timeout=datetime.timedelta(hours=2))
+    group = torch_group(folder)
+    batches = MODELS[args.model].batches(args, group.rank)
+    for repeat, arm in args.order:
+        if arm in ARMS:
+            take_turn(args, batches, group, arm=arm, repeat=repeat)
+            gc.collect()
+        else:
+            before = time.process_time()
+            group.ask(f"peer {arm} {repeat}")
+            tell(waited_for=arm, repeat=repeat, rank=group.rank, cpu_seconds=time.process_time() - before)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def take_turn(args: Any, batches: list[Batch], group: Group, *, arm: str, repeat: int) -> None:
+    sparse, distributed = ARMS[arm]
+    kind = MODELS[args.model]
+    torch.manual_seed(0)
+    plain = kind.make(args, sparse)
+    optimizer = torch.optim.Adagrad(plain.parameters(), lr=kind.lr, initial_accumulator_value=0.1)
+    model, data = distributed(plain, optimizer), cycle(batches)
+
+    def step() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(*next(data))
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    take(step, group, args.seconds, arm=arm, repeat=repeat)
+    parallax.shutdown()  # nothing for the arms that are not parallax's
+
+
+if __name__ == "__main__":
+    main()
