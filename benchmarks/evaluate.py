@@ -29,11 +29,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import turns
 from arms import ARMS
 from cluster import Cluster, ClusterError, Job, bits_per_second
 from least import least_bytes
-from models import MODELS, add_options
+from models import MODELS, add_options, lm_arrays
 from report import as_table, merged, summary
 
 HERE = Path(__file__).parent
@@ -51,6 +52,8 @@ class Peer:
     package: str
     script: str
     models: tuple[str, ...]
+    has_torch: bool = True
+    """Otherwise it is given batches and initial values as arrays."""
 
     @property
     def python(self) -> Path:
@@ -66,7 +69,7 @@ class Peer:
 PEERS = {
     "torchrec": Peer("torchrec", "torchrec", "torchrec_arm.py", ("lm", "recommender")),
     "horovod": Peer("horovod", "horovod", "horovod_arm.py", ("lm",)),
-    "tf-servers": Peer("tf", "tensorflow_cpu", "tf_arm.py", ("lm",)),
+    "tf-servers": Peer("tf", "tensorflow_cpu", "tf_arm.py", ("lm",), has_torch=False),
 }
 
 
@@ -126,7 +129,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     arms = [arm for arm in args.arms if arm not in missing]
     # There and back, so that no arm has always the same place in the machine's day.
     order = [(n, arm) for n in range(args.repeats) for arm in (arms if n % 2 == 0 else arms[::-1])]
-    settings = {k: v for k, v in vars(args).items() if k != "output"}
+    settings = {**{k: v for k, v in vars(args).items() if k != "output"}, "lr": MODELS[args.model].lr}
     told, failed = Launcher(settings, order).run()
     kind, num_ranks = MODELS[args.model], args.machines * args.workers
     samples = kind.num_samples(args) * num_ranks
@@ -175,18 +178,35 @@ class Launcher:
         """Takes all turns; returns what was told, and the turns of peers that failed."""
         machines, bandwidth = self.settings["machines"], self.settings["bandwidth"]
         with Cluster(machines=machines, bandwidth=bandwidth) as self.cluster:
-            result = self._job([sys.executable, str(HERE / "arms.py")], timeout=None)
+            result = self._job([sys.executable, str(HERE / "arms.py")])
         if isinstance(result, str):
             raise ClusterError(f"workers failed:\n{result}")
         self.told += result
         return self.told, self.failed
 
-    def _job(self, command: list[str], timeout: float | None) -> list[dict[str, Any]] | str:
+    def _run_peer(self, peer: Peer) -> list[dict[str, Any]] | str:
+        env = {"PYTHONPATH": str(HERE), "PYTHONWARNINGS": "ignore"}
+        arrays = {}
+        if not peer.has_torch:
+            arrays = lm_arrays(
+                argparse.Namespace(**self.settings), self.settings["machines"] * self.settings["workers"]
+            )
+        return self._job([str(peer.python), str(HERE / "peers" / peer.script)], env, arrays, PEER_SECONDS)
+
+    def _job(
+        self,
+        command: list[str],
+        env: dict[str, str] | None = None,
+        arrays: dict[str, Any] | None = None,
+        timeout: float | None = None,
+    ) -> list[dict[str, Any]] | str:
         """Runs workers to their end; returns what they told, or the last that one who failed said."""
         with tempfile.TemporaryDirectory(prefix="evaluate-") as name:
             folder = Path(name)
             (folder / "settings.json").write_text(json.dumps(self.settings))
-            job = self.cluster.start([*command, name], workers=self.settings["workers"])
+            if arrays:
+                np.savez(folder / "arrays.npz", **arrays)
+            job = self.cluster.start([*command, name], workers=self.settings["workers"], env=env)
 
             def follow() -> None:
                 wish = folder / "wish"
@@ -209,8 +229,7 @@ class Launcher:
             case ["counters"]:
                 (folder / "counters.json").write_text(json.dumps(self.cluster.counters()))
             case ["peer", arm, repeat]:
-                peer = PEERS[arm]
-                result = self._job([str(peer.python), str(HERE / "peers" / peer.script)], PEER_SECONDS)
+                result = self._run_peer(PEERS[arm])
                 if isinstance(result, str):
                     print(f"{repeat} {arm} failed:\n{result}", flush=True)
                     self.failed.append({"arm": arm, "repeat": int(repeat), "error": result})

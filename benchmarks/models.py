@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -73,6 +74,15 @@ def lm_batches(args: argparse.Namespace, rank: int) -> list[Batch]:
 def lm_lookups(batch: Batch) -> list[torch.Tensor]:
     tokens, samples, _ = batch
     return [tokens[:, :-1], torch.cat([tokens[:, 1:].flatten(), samples])]
+
+
+def lm_arrays(args: argparse.Namespace, num_ranks: int) -> dict[str, np.ndarray]:
+    """For those who have no torch: initial values by parameter, and all ranks' batches, rank 0's first."""
+    torch.manual_seed(0)
+    state = LM(args, False).state_dict()
+    batches = [batch for rank in range(num_ranks) for batch in lm_batches(args, rank)]
+    data = zip(("tokens", "samples", "log_expected"), zip(*batches, strict=True), strict=True)
+    return {name: t.numpy() for name, t in [*state.items(), *((name, torch.stack(of)) for name, of in data)]}
 
 
 class MLP(nn.Module):

@@ -33,7 +33,11 @@ def merged(told: Sequence[Turn], samples_per_step: int) -> list[dict[str, Any]]:
                 "steps": facts[0]["steps"],
                 "step_ms": 1e3 * seconds,
                 "samples_per_second": samples_per_step / seconds,
-                **{key: statistics.mean(fact[key] for fact in facts) for key in ("sent_mb", "cpu_ms", "loss")},
+                **{
+                    key: statistics.mean(fact[key] for fact in facts)
+                    for key in ("sent_mb", "cpu_ms", "loss")
+                    if key in facts[0]
+                },
                 "most_received_mb": max(fact["received_mb"] for fact in facts),
             }
         )
@@ -64,7 +68,7 @@ def summary(turns: Sequence[Turn], least: Mapping[str, float], wire_samples_per_
 
 def medians(turns: Sequence[Turn]) -> dict[str, float]:
     keys = ("samples_per_second", "step_ms", "sent_mb", "most_received_mb", "cpu_ms", "loss")
-    return {key: statistics.median(turn[key] for turn in turns) for key in keys}
+    return {key: statistics.median(turn[key] for turn in turns) for key in keys if key in turns[0]}
 
 
 def compared(mine: Sequence[Turn], turns: Sequence[Turn]) -> dict[str, float]:

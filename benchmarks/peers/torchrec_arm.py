@@ -1,4 +1,4 @@
-"""TorchRec's turn in `evaluate.py`: the models in its types, tables by rows over all ranks, Adagrad fused into backward.
+"""TorchRec's turn in `evaluate.py`: models in its types, tables by rows over all ranks, Adagrad fused into backward.
 
 It runs in an environment of its own (`setup.sh`). Ways: the plain loop, and TrainPipelineSparseDist, which sends the
 next batch's ids while this one computes; both with ids as they come, and with ids made unique before the lookup.
@@ -12,13 +12,9 @@ import gc
 import logging
 import os
 import sys
-import warnings
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
-
-warnings.filterwarnings("ignore")
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 import torch.distributed as dist
