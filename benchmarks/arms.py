@@ -53,9 +53,10 @@ def main() -> None:
             take_turn(args, batches, group, arm=arm, repeat=repeat)
             gc.collect()
         else:
-            before = time.process_time()
+            start, cpu = time.perf_counter(), time.process_time()
             group.ask(f"peer {arm} {repeat}")
-            tell(waited_for=arm, repeat=repeat, rank=group.rank, cpu_seconds=time.process_time() - before)
+            took, cpu = time.perf_counter() - start, time.process_time() - cpu
+            tell(waited_for=arm, repeat=repeat, rank=group.rank, waited=took, cpu_seconds=cpu)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -44,6 +44,22 @@ def merged(told: Sequence[Turn], samples_per_step: int) -> list[dict[str, Any]]:
     return turns
 
 
+def waited(told: Sequence[Turn]) -> list[dict[str, Any]]:
+    """What our workers used of the CPUs in the turn of a peer: it should be next to nothing."""
+    by_turn: dict[tuple[Any, ...], list[Turn]] = {}
+    for fact in told:
+        by_turn.setdefault((fact["repeat"], fact["waited_for"]), []).append(fact)
+    return [
+        {
+            "peer": peer,
+            "repeat": repeat,
+            "seconds": max(fact["waited"] for fact in facts),
+            "cpu_seconds_of_all_ranks": sum(fact["cpu_seconds"] for fact in facts),
+        }
+        for (repeat, peer), facts in by_turn.items()
+    ]
+
+
 def summary(turns: Sequence[Turn], least: Mapping[str, float], wire_samples_per_second: float) -> dict[str, Any]:
     """Medians by arm. Of an arm with several ways its fastest counts, and all are in "ways".
 

@@ -48,8 +48,9 @@ def ask(folder: Path, wish: str) -> None:
     new = folder / "new"
     new.write_text(wish)
     new.rename(folder / "wish")
+    start = time.monotonic()
     while (folder / "wish").exists():
-        time.sleep(0.01)
+        time.sleep(min(0.2, 0.01 + 0.1 * (time.monotonic() - start)))  # a peer's turn takes long: stay out of its way
 
 
 def settings(folder: Path) -> argparse.Namespace:
