@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo test lint types test-gpu test-compat test-cluster fuzz paper clean
+.PHONY: help demo test lint types test-gpu test-compat test-cluster fuzz paper peers plots clean
 .DEFAULT_GOAL := help
 
 help:  ## say what can be made
@@ -42,6 +42,12 @@ fuzz: $(VENV)/.installed-dev  ## random programs against one process, as many as
 paper: $(VENV)/.installed  ## write docs/paper.md: predictions and the paper's figures
 	$(VENV)/bin/python benchmarks/paper.py
 
+peers:  ## environments of the libraries that benchmarks/evaluate.py compares with, in PEERS (minutes)
+	benchmarks/peers/setup.sh
+
+plots: $(VENV)/.installed-bench  ## a page of figures from the results of benchmarks/evaluate.py
+	$(VENV)/bin/python benchmarks/plots.py $(wildcard benchmarks/results/*.json)
+
 clean:  ## remove all that make and the tools made, .venv too
 	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist src/*.egg-info
 	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -63,4 +69,9 @@ $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 $(VENV)/.installed-compat: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo "installing into $(VENV) (PyTorch is a large download the first time)"
 	$(PIP) -e '.[dev,compat]'
+	@touch $@
+
+$(VENV)/.installed-bench: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "installing into $(VENV) (PyTorch is a large download the first time)"
+	$(PIP) -e '.[dev,bench]'
 	@touch $@

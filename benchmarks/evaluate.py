@@ -118,7 +118,7 @@ def missing_peers(arms: Sequence[str]) -> dict[str, str]:
     """Peers among the arms that are not installed, and what to do."""
     wanted = {arm: PEERS[arm] for arm in arms if arm in PEERS}
     return {
-        arm: f"no {peer.package} in {peer.python.parent.parent}; make peers PEERS={peer.environment}"
+        arm: f"no {peer.package} in {peer.python.parent.parent}; benchmarks/peers/setup.sh {peer.environment}"
         for arm, peer in wanted.items()
         if peer.version is None
     }
@@ -135,12 +135,13 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     kind, num_ranks = MODELS[args.model], args.machines * args.workers
     samples = kind.num_samples(args) * num_ranks
     least = least_bytes(args)
-    wire = samples / (least["total"] * 8 / bits_per_second(args.bandwidth)) if least["total"] else float("inf")
+    wire = samples / (least["total"] * 8 / bits_per_second(args.bandwidth)) if least["total"] else None
     waits = waited([fact for fact in told if "waited_for" in fact])
     measured = merged([fact for fact in told if "seconds" in fact], samples)
     return {
         "settings": settings,
         "unit": kind.unit,
+        "bits_per_second": bits_per_second(args.bandwidth),
         "least_bytes": least,
         "wire_samples_per_second": wire,
         "arms": summary(measured, least, wire),

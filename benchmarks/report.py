@@ -60,13 +60,13 @@ def waited(told: Sequence[Turn]) -> list[dict[str, Any]]:
     ]
 
 
-def summary(turns: Sequence[Turn], least: Mapping[str, float], wire_samples_per_second: float) -> dict[str, Any]:
+def summary(turns: Sequence[Turn], least: Mapping[str, float], wire_samples_per_second: float | None) -> dict[str, Any]:
     """Medians by arm. Of an arm with several ways its fastest counts, and all are in "ways".
 
     Args:
         turns: as `merged` gives them.
         least: bytes that a machine sends in a step at least ("total").
-        wire_samples_per_second: the speed at which these bytes would fill the links.
+        wire_samples_per_second: the speed at which these bytes would fill the links; None if there are none.
     """
     arms: dict[str, Any] = {}
     for arm in dict.fromkeys(turn["arm"] for turn in turns):
@@ -74,8 +74,8 @@ def summary(turns: Sequence[Turn], least: Mapping[str, float], wire_samples_per_
         for way in dict.fromkeys(turn.get("way") for turn in turns if turn["arm"] == arm):
             mine = [turn for turn in turns if (turn["arm"], turn.get("way")) == (arm, way)]
             ways[way] = {**medians(mine), **compared(mine, turns)}
-            ways[way]["of_wire"] = ways[way]["samples_per_second"] / wire_samples_per_second
-            if least["total"]:
+            if wire_samples_per_second is not None:
+                ways[way]["of_wire"] = ways[way]["samples_per_second"] / wire_samples_per_second
                 ways[way]["sent_by_least"] = ways[way]["sent_mb"] * 1e6 / least["total"]
         best = max(ways, key=lambda way: ways[way]["samples_per_second"])
         arms[arm] = ways[best] if best is None else {"way": best, **ways[best], "ways": ways}
@@ -113,7 +113,7 @@ def as_table(run: Mapping[str, Any]) -> str:
     lines += [f"{arm:40}{'missing: ' + how}" for arm, how in run["missing"].items()]
     lines += [f"{f['arm']:40}failed in repeat {f['repeat']}: {f['error'].splitlines()[-1]}" for f in run["failed"]]
     least = ", ".join(f"{key} {value / 1e6:.3f}" for key, value in run["least_bytes"].items())
-    lines.append(f"medians; MB by machine and step; least MB: {least}; wire: {run['wire_samples_per_second']:,.0f}")
+    lines.append(f"medians; MB by machine and step; least MB: {least}")
     return "\n".join(lines)
 
 
@@ -128,3 +128,18 @@ def _cells(figures: Mapping[str, float]) -> list[str]:
         "loss": ".4f",
     }
     return [format(figures[key], spec) if key in figures else "" for key, spec in formats.items()]
+
+
+def time_split(run: Mapping[str, Any], arm: str) -> dict[str, float] | None:
+    """Milliseconds of a step: "computing" as without any exchange; of the rest "wire", what the bytes take on a link, as
+    far as it is not hidden behind computing; and "waiting", which is all else: rounds, others, and work for others.
+
+    None if the run has no arm that only computes.
+    """
+    if COMPUTE not in run["arms"]:
+        return None
+    step = run["arms"][arm]["step_ms"]
+    computing = min(step, run["arms"][COMPUTE]["step_ms"])
+    wire = 8e3 * run["arms"][arm]["sent_mb"] * 1e6 / run["bits_per_second"]
+    wire = min(wire, step - computing)
+    return {"computing": computing, "wire": wire, "waiting": step - computing - wire}
