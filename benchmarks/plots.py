@@ -115,7 +115,8 @@ def split_bars(parts: Mapping[str, Mapping[str, float] | None], title: str) -> A
         axes.barh(range(len(known)), widths, left=left, color=of_part, label=part)
         left = [a + b for a, b in zip(left, widths, strict=True)]
     axes.set_yticks(range(len(known)), list(known))
-    axes.set(xlabel="ms of a step", title=title)
+    axes.set_title(title)
+    axes.set_xlabel("ms of a step", loc="right")
     axes.invert_yaxis()
     figure.legend(fontsize=7, ncols=3, loc="lower left", frameon=False)
     return figure

@@ -131,8 +131,10 @@ def _cells(figures: Mapping[str, float]) -> list[str]:
 
 
 def time_split(run: Mapping[str, Any], arm: str) -> dict[str, float] | None:
-    """Milliseconds of a step: "computing" as without any exchange; of the rest "wire", what the bytes take on a link, as
-    far as it is not hidden behind computing; and "waiting", which is all else: rounds, others, and work for others.
+    """Milliseconds of a step.
+
+    "computing" is a step without any exchange; of the rest "wire" is what the bytes take on a link, as far as it is not
+    hidden behind computing; and "waiting" is all else: latency of rounds, slower ranks, and work for others.
 
     None if the run has no arm that only computes.
     """
