@@ -1,7 +1,7 @@
 """The turn of TensorFlow's parameter servers in `evaluate.py`: the language model, trained asynchronously.
 
-It runs in an environment of its own (`setup.sh`). Each machine has a worker and a server, machine 0 the coordinator as
-well, whose process is this one. Tables are cut into as many parts as there are servers, with rows renumbered so that
+It runs in an environment of its own (`setup.sh`). Each rank is a worker and a server, rank 0 the coordinator as well,
+whose process is this one. Tables are cut into as many parts as there are servers, with rows renumbered so that
 row r lies on server r mod N, since frequent words would all be on server 0. Each of N workers makes its own update, so
 the loss is comparable with others' for one machine only. Ways: ids looked up as they come, and made unique before.
 """
@@ -51,10 +51,15 @@ def main() -> None:
 
 
 def config(kind: str, index: int) -> str:
-    port = 20000 + 10 * (int(os.environ["MASTER_PORT"]) - 29500)  # another one for each job
-    cluster = {name: [f"machine{m}:{port + k}" for m in range(NUM)] for k, name in enumerate(("ps", "worker"))}
+    """TF_CONFIG: the cluster, with ports that no other job has, and the task of a process."""
+    port = 20000 + 100 * (int(os.environ["MASTER_PORT"]) - 29500)
+    where = [divmod(rank, int(os.environ["LOCAL_WORLD_SIZE"])) for rank in range(NUM)]
+    cluster = {
+        name: [f"machine{machine}:{port + 2 * local + k}" for machine, local in where]
+        for k, name in enumerate(("ps", "worker"))
+    }
     return json.dumps(
-        {"cluster": {**cluster, "chief": [f"machine0:{port + 2}"]}, "task": {"type": kind, "index": index}}
+        {"cluster": {**cluster, "chief": [f"machine0:{port + 99}"]}, "task": {"type": kind, "index": index}}
     )
 
 
