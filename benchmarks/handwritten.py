@@ -42,9 +42,7 @@ class HandWritten:
         model = LM(args, True)
         self.lstm, self.projection = model.lstm, model.projection
         self.dense = [*self.lstm.parameters(), *self.projection.parameters()]
-        self.tables = [
-            Rows(t.weight.data, comm) for t in (model.embedding, model.softmax_weight, model.softmax_bias)
-        ]
+        self.tables = [Rows(t.weight.data, comm) for t in (model.embedding, model.softmax_weight, model.softmax_bias)]
         parameters = [*self.dense, *(table.held for table in self.tables)]
         self.optimizer = torch.optim.Adagrad(parameters, lr=lr, initial_accumulator_value=0.1)
         self.buffer = torch.empty(sum(p.numel() for p in self.dense))

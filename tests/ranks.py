@@ -90,6 +90,8 @@ def run(
         timeout: seconds; TIMEOUT by default.
         expect_errors: return an `Outcome` per rank, whether it failed or not.
 
+    With RANKS_PER_MACHINE=n in the environment, each n ranks take themselves for one machine, and others for others.
+
     Raises:
         JobFailed: a rank failed (without `expect_errors`), or did not end in time.
     """
@@ -160,7 +162,8 @@ class Pool:
         try:
             store = os.path.join(self._stores.name, str(self._num_jobs))
             for rank, process in enumerate(processes):
-                job = _dumps((store, what, rank, world_size, timeout, backend, _dumps(args)))
+                machine = rank // int(os.environ.get("RANKS_PER_MACHINE", "1000"))
+                job = _dumps((store, what, rank, world_size, machine, timeout, backend, _dumps(args)))
                 process.connection.send_bytes(job)
             outcomes, hung = self._collect(processes, started + timeout, expect_errors)
             failed = [o for o in outcomes if o.error is not None]
@@ -416,7 +419,8 @@ def _do(connection: Connection, data: bytes) -> None:
     import torch
     import torch.distributed as dist
 
-    path, what, rank, world_size, timeout, backend, packed = _loads(data)
+    path, what, rank, world_size, machine, timeout, backend, packed = _loads(data)
+    os.environ["PARALLAX_MACHINE"] = str(machine)
     outcome = Outcome(rank)
     try:
         module, _, name = what.partition(":")

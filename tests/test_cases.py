@@ -756,10 +756,9 @@ def test_case_14_owners_of_more_rows_than_int32_counts(num_rows: int, num_ranks:
     partitioning = Partitioning(num_rows, tuple(range(num_ranks)), num_ranks, torch.device("cpu"))
     rows = torch.tensor([0, 1, 5, 2**31 - 1, num_rows // 2, num_rows - 2, num_rows - 1]).unique()
     keys = partitioning.keys(rows).sort().values
-    cuts = partitioning.split(keys)
     found = []
-    for owner in range(num_ranks):
-        positions = partitioning.positions(keys[cuts[owner] : cuts[owner + 1]], owner)
+    for owner, (a, b) in enumerate(partitioning.by_owner(partitioning.cuts(keys))):
+        positions = partitioning.positions(keys[a:b])
         found += (positions.long() * num_ranks + owner).tolist()
     assert sorted(found) == rows.tolist()
     assert sum(partitioning.num_held) == num_rows

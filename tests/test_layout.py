@@ -23,6 +23,8 @@ ORDER = [
     "mesh",
     "comm",
     "table",
+    "message",
+    "merging",
     "rounds",
     "untraced",
     "lookup",

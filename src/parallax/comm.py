@@ -19,6 +19,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -70,6 +71,8 @@ class Sent:
     headers: int = 0
     tables: int = 0
     dense: int = 0
+    inside: int = 0
+    """To workers of the same machine, to merge what goes to others."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,6 +127,17 @@ class Comm:
             self._buckets = dist.new_group(timeout=limit)
         # All ranks look under the same key, whatever runs each process had before.
         self._failed_key = f"parallax/{self.all_gather(next(_runs))}/failed"
+        machines = self.all_gather(machine_name())
+        self.members = [rank for rank, machine in enumerate(machines) if machine == machines[self.rank]]
+        """Ranks on this machine."""
+        places = [sum(m == machine for m in machines[:rank]) for rank, machine in enumerate(machines)]
+        shared = 1 < len(set(machines)) < self.world_size and device.type == "cpu"
+        self.agents = tuple(
+            places[rank] if rank in self.members else places[rank] % len(self.members)
+            for rank in range(self.world_size if shared else 0)
+        )
+        """For each rank, which worker of this machine (its number in `members`) talks to it for all of them; empty if
+        every worker talks to every rank itself."""
         self._mesh: Mesh | None = None
         if self.world_size > 1 and device.type == "cpu":
             with self._watching("connecting to the other ranks"):
@@ -141,6 +155,11 @@ class Comm:
                 f"rank {self.rank}: two workers use the same device ({places}). Choose it before building the model: "
                 f'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))'
             )
+
+    @property
+    def merges(self) -> bool:
+        """Workers of one machine merge before they send; so on all machines, also on those with one."""
+        return bool(self.agents)
 
     @property
     def alive(self) -> bool:
@@ -219,6 +238,7 @@ class Comm:
         headers: Sequence[Sequence[int]],
         outgoing: Sequence[Column],
         make_room: Callable[[list[tuple[int, ...]]], Sequence[Column]],
+        members: Sequence[int] = (),
     ) -> list[tuple[int, ...]]:
         """Sends a header and what it announces to each rank, and takes in what each rank sends here.
 
@@ -227,15 +247,15 @@ class Comm:
             outgoing: each rank's part of all of these follows its header.
             make_room: told the headers that came, in rank order, it gives what is filled with what followed them. Both
                 ends of a message must agree in the number of its bytes; how columns cut it is each end's own affair.
+            members: these ranks only, this one among them; on the CPU.
 
         Returns:
             The headers that came.
         """
-        for peer in self.peers:
-            self.sent.headers += 8 * len(headers[peer])
         received = [tuple(header) for header in headers]
         if self._mesh is None:
             if self.world_size > 1:
+                self.sent.headers += 8 * len(headers[0]) * len(self.peers)
                 mine = torch.tensor(headers, dtype=torch.int64).to(self.device)
                 inbox = torch.empty_like(mine)
                 with self._watching("exchanging headers"):
@@ -243,54 +263,78 @@ class Comm:
                 received = [tuple(header) for header in inbox.tolist()]
             self.swap(outgoing, make_room(received))
             return received
+        mesh, ranks, peers = self._mesh, *self._ranks(members)
         numbers = struct.Struct(f"<{len(headers[0])}q")
-        messages = list(zip(*(column.memory() for column in outgoing), strict=True)) or [()] * self.world_size
+        messages = list(zip(*(column.memory() for column in outgoing), strict=True)) or [()] * len(ranks)
         header = memoryview(bytearray(numbers.size))
-        sizes = [0] * self.world_size
+        sizes = [0] * len(ranks)
         with self._watching("sending a round") as waiting:
-            for peer in self.peers:
+            for i, peer in peers:
                 waiting.on(peer)
-                self._mesh.send(peer, Kind.ROUND, [numbers.pack(*headers[peer]), *messages[peer]])
-                self.sent.tables += sum(map(len, messages[peer]))
+                mesh.send(peer, Kind.ROUND, [numbers.pack(*headers[i]), *messages[i]])
+        self._count([messages[i] for i, _ in peers], numbers.size * len(peers), bool(members))
         with self._watching("waiting for a round") as waiting:
-            for peer in self.peers:
+            for i, peer in peers:
                 waiting.on(peer)
-                sizes[peer] = self._mesh.open(peer, Kind.ROUND)
-                self._mesh.read(peer, [header])
-                received[peer] = numbers.unpack(header)
+                sizes[i] = mesh.open(peer, Kind.ROUND)
+                mesh.read(peer, [header])
+                received[i] = numbers.unpack(header)
         room = make_room(received)
-        inboxes = list(zip(*(column.memory() for column in room), strict=True)) or [()] * self.world_size
+        inboxes = list(zip(*(column.memory() for column in room), strict=True)) or [()] * len(ranks)
         with self._watching("waiting for a round's ids and gradients") as waiting:
-            for peer in self.peers:
+            for i, peer in peers:
                 waiting.on(peer)
-                announced = numbers.size + sum(map(len, inboxes[peer]))
-                if sizes[peer] != announced:
-                    raise OSError(f"{sizes[peer]} bytes came where the header announced {announced}")
-                self._mesh.read(peer, inboxes[peer])
-            self._mesh.finish()
-        _copy(messages[self.rank], inboxes[self.rank])
+                announced = numbers.size + sum(map(len, inboxes[i]))
+                if sizes[i] != announced:
+                    raise OSError(f"{sizes[i]} bytes came where the header announced {announced}")
+                mesh.read(peer, inboxes[i])
+            mesh.finish()
+        own = ranks.index(self.rank)
+        _copy(messages[own], inboxes[own])
         return received
 
-    def swap(self, outgoing: Sequence[Column], room: Sequence[Column]) -> None:
+    def swap(self, outgoing: Sequence[Column], room: Sequence[Column], members: Sequence[int] = ()) -> None:
         """Sends each rank its part of `outgoing`, and fills `room` with what each sends here. Both ends know how much
-        that is; nothing travels between two ranks that have nothing for each other."""
-        if self._mesh is not None:
-            messages = list(zip(*(column.memory() for column in outgoing), strict=True)) or [()] * self.world_size
-            inboxes = list(zip(*(column.memory() for column in room), strict=True)) or [()] * self.world_size
-            with self._watching("sending rows") as waiting:
-                for peer in self.peers:
-                    if any(messages[peer]):
-                        waiting.on(peer)
-                        self._mesh.send(peer, Kind.ROUND, messages[peer])
-                        self.sent.tables += sum(map(len, messages[peer]))
-            _copy(messages[self.rank], inboxes[self.rank])
-            with self._watching("waiting for rows") as waiting:
-                for peer in self.peers:
-                    if any(inboxes[peer]):
-                        waiting.on(peer)
-                        self._mesh.receive(peer, Kind.ROUND, inboxes[peer])
-                self._mesh.finish()
+        that is; nothing travels between two ranks that have nothing for each other.
+
+        Args:
+            members: between these ranks only, this one among them; on the CPU.
+        """
+        if self._mesh is None:
+            self._all_to_all(outgoing, room)
             return
+        mesh, ranks, peers = self._mesh, *self._ranks(members)
+        messages = list(zip(*(column.memory() for column in outgoing), strict=True)) or [()] * len(ranks)
+        inboxes = list(zip(*(column.memory() for column in room), strict=True)) or [()] * len(ranks)
+        with self._watching("sending rows") as waiting:
+            for i, peer in peers:
+                if any(messages[i]):
+                    waiting.on(peer)
+                    mesh.send(peer, Kind.ROUND, messages[i])
+        self._count([messages[i] for i, _ in peers], 0, bool(members))
+        own = ranks.index(self.rank)
+        _copy(messages[own], inboxes[own])
+        with self._watching("waiting for rows") as waiting:
+            for i, peer in peers:
+                if any(inboxes[i]):
+                    waiting.on(peer)
+                    mesh.receive(peer, Kind.ROUND, inboxes[i])
+            mesh.finish()
+
+    def _ranks(self, members: Sequence[int]) -> tuple[Sequence[int], list[tuple[int, int]]]:
+        """(the ranks that take part, those other than this one with their numbers among them)."""
+        ranks = members or range(self.world_size)
+        return ranks, [(i, rank) for i, rank in enumerate(ranks) if rank != self.rank]
+
+    def _count(self, messages: Sequence[Sequence[memoryview]], num_header_bytes: int, inside: bool) -> None:
+        num_bytes = sum(len(piece) for pieces in messages for piece in pieces)
+        if inside:
+            self.sent.inside += num_header_bytes + num_bytes
+        else:
+            self.sent.headers += num_header_bytes
+            self.sent.tables += num_bytes
+
+    def _all_to_all(self, outgoing: Sequence[Column], room: Sequence[Column]) -> None:
         ranks = range(self.world_size)
         num_sent, num_got = ([sum(c.num_bytes(r) for c in columns) for r in ranks] for columns in (outgoing, room))
         nothing = torch.empty(0, dtype=torch.uint8, device=self.device)
@@ -413,6 +457,15 @@ class Comm:
             with contextlib.suppress(Exception):
                 dist.destroy_process_group()
         self._rounds = self._buckets = None
+
+
+def machine_name() -> str:
+    """Workers with the same are on one machine, between which messages cost little. PARALLAX_MACHINE overrides it."""
+    if "PARALLAX_MACHINE" in os.environ:
+        return os.environ["PARALLAX_MACHINE"]
+    with contextlib.suppress(OSError):
+        return socket.gethostname() + Path("/proc/sys/kernel/random/boot_id").read_text()
+    return socket.gethostname()
 
 
 class _Waiting:

@@ -8,7 +8,6 @@ the row gradients with the table; they travel when the backward pass is over.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,8 +15,9 @@ import torch
 import torch.nn.functional as F
 
 from parallax.mesh import Column
+from parallax.message import Ask, Request
 from parallax.plan import Placement
-from parallax.rounds import Ask, Request, Round
+from parallax.rounds import Round
 from parallax.table import SKIPPED, Table, Window
 from parallax.untraced import as_it_is, untraced
 
@@ -333,10 +333,9 @@ class Lookups:
         """The whole tensor behind a field of a sharded table (see `Rounds.fields`), fetched from the owners."""
         assert table.partitioning is not None
         self.before_read()
-        keys = torch.arange(table.world_size, device=table.device)[:, None] * table.partitioning.stride
-        held = [keys[r, 0] + torch.arange(n, device=table.device) for r, n in enumerate(table.partitioning.num_held)]
-        positions = table.partitioning.positions(torch.cat(held))
-        ask = Ask(table, Column.split(positions[:0], [0] * len(held)), Column.split(positions, map(len, held)))
+        num_held = table.partitioning.num_held
+        positions = torch.cat([torch.arange(n, device=table.device) for n in num_held]).to(table.id_dtype)
+        ask = Ask(table, Column.split(positions[:0], [0] * len(num_held)), Column.split(positions, num_held))
         _, rows = self._run_round(Request(asks=[ask], field=field)).rows[0]
         order = torch.cat([table.partitioning.rows_of(r) for r in range(table.world_size)])
         whole = torch.empty_like(rows)
@@ -365,19 +364,13 @@ class Lookups:
 
     def lease(self, wanted: Sequence[_Wanted]) -> list[torch.Tensor]:
         """One round for all of `wanted`; returns the rows of the unleased keys of each."""
-        asks, cuts = [], []
-        for w in wanted:
-            partitioning = w.table.partitioning
-            assert partitioning is not None
-            cut, others = partitioning.split(w.leased), partitioning.split(w.unleased)
-            leased = Column(partitioning.positions(w.leased), list(itertools.pairwise(cut)))
-            unleased = Column(partitioning.positions(w.unleased), list(itertools.pairwise(others)))
-            asks.append(Ask(w.table, leased, unleased, w.table.window.renorm))
-            cuts.append(cut)
+        asks = [
+            Ask.by_keys(w.table, w.leased, w.unleased, w.table.window.renorm, merged=w.table.merged) for w in wanted
+        ]
         answers = self._run_round(Request(asks=asks)).rows
-        for w, cut, (rows, _) in zip(wanted, cuts, answers, strict=True):
+        for w, ask, (rows, _) in zip(wanted, asks, answers, strict=True):
             if w.leased.numel():
-                w.table.window.add(w.leased, rows, cut)
+                w.table.window.add(w.leased, rows, ask.leased.spans)
         return [rows for _, rows in answers]
 
     def _want(self, table: Table, lookups: list[Lookup]) -> _Wanted:

@@ -8,84 +8,34 @@ it brings. Then whoever was asked answers. A rank with nothing to ask still take
 from __future__ import annotations
 
 import dataclasses
-import enum
-import functools
-import struct
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from parallax.comm import Comm, DisagreementError, ParallaxError
+from parallax.merging import Merging
 from parallax.mesh import Column
-from parallax.table import Incoming, Push, Table
-
-
-class Flag:
-    """What a rank says of itself in a header: bits of an int."""
-
-    DONE = 1
-    """This rank has pushed all gradients of its backward."""
-    OUT = 2**1
-    """This rank has no more data; it serves."""
-    LEFT = 2**2
-    """This rank's program has ended; it serves until all have ended."""
-    FAILED = 2**3
-    """This rank has failed; its error is in the store."""
-    NEWS = 2**4
-    """This rank saw a parameter used in a way that the plan does not know."""
-    ACTIVE = 2**5
-    """This rank, which is out of data, had some in the latest step."""
-    CLEAN = 2**6
-    """This rank has no gradients."""
-    STEP = 2**7
-    """This rank is about to run an optimizer and brings what ranks without data need to do the same."""
-    LOCAL = 2**8
-    """This rank keeps its dense gradients to itself for now."""
-    REDUCE = 2**9
-    """This rank brings a number for `parallax.reduce`, and waits for those of the others."""
-    CHANGED = 2**10
-    """This rank is about to read gradients and brings what was done to them, for ranks without data."""
-
-
-class Want(enum.IntEnum):
-    """What the asked ranks answer with."""
-
-    ROWS = 0
-    """Rows of a table: of its weight, or of another field (`Request.field`)."""
-    NORMS = 1
-    """For each table, its part of a norm of the gradient."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Ask:
-    """Rows of one table wanted from each owner, by their positions there: some on lease, some just to be read."""
-
-    table: Table
-    leased: Column
-    unleased: Column
-    renorm: tuple[float, float] | None = None
-    """(max_norm, norm_type): the owner first scales down rows whose norm is larger."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """What this rank brings to a round."""
-
-    flags: int = 0
-    """Of `Flag`."""
-    asks: Sequence[Ask] = ()
-    pushes: Sequence[Push] = ()
-    want: Want = Want.ROWS
-    field: int = 0
-    """Which tensor of a table rows are read from: 0 is the weight; see `Rounds.fields`."""
-    order: float = 2.0
-    """Order of the norm that is wanted."""
-    weight: float = 1.0
-    """How much this rank's gradients count in the mean."""
-    blob: torch.Tensor | None = None
-    """Bytes (uint8) for ranks that are out of data."""
-    dropped: Collection[Table] = ()
-    """Tables whose gradient, as it was before these pushes, has been dropped or zeroed here."""
+from parallax.message import (
+    BLOB,
+    FIELD,
+    FIXED,
+    FLAGS,
+    LOOP,
+    ORDER,
+    PER_TABLE,
+    SETTINGS,
+    VERSION,
+    WANT,
+    WEIGHT,
+    Arrival,
+    Flag,
+    Request,
+    Want,
+    bits,
+    number,
+    pack,
+)
+from parallax.table import Table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,16 +58,6 @@ class Round:
         return all(f & (Flag.DONE | Flag.OUT) for f in self.flags) and any(f & Flag.DONE for f in self.flags)
 
 
-_FIXED = 9
-_VERSION, _FLAGS, _WEIGHT, _LOOP, _WANT, _FIELD, _ORDER, _SETTINGS, _BLOB = range(_FIXED)
-_PER_TABLE = 6
-_ASKED, _LEASED, _PUSHED, _MARKS, _MAX_NORM, _NORM_TYPE = range(_PER_TABLE)
-_SOME, _DROPPED = 1, 2
-"""Bits of _MARKS: gradients for some of the leases only; `Request.dropped`."""
-_NOT_PUSHED = -1
-_NO_RENORM = -1.0
-
-
 class Rounds:
     """Runs rounds over the tables of a run."""
 
@@ -128,6 +68,7 @@ class Rounds:
                 come entries of optimizer state; shape (rows held, ...). The same on all ranks.
         """
         self.comm = comm
+        self.merging = Merging(comm)
         self.describe_settings: Callable[[], str] = lambda: "no step"
         self.tables: list[Table] = []
         self.fields = fields
@@ -141,30 +82,42 @@ class Rounds:
 
     def run(self, request: Request) -> Round:
         """One round: every rank calls this once."""
-        arrivals: list[_Arrival] = []
+        if not self.comm.merges:
+            return self._run(request)
+        latest: list[Round] = []
+
+        def exchange(merged: Request) -> list[tuple[torch.Tensor, torch.Tensor]]:
+            latest.append(self._run(merged))
+            return latest[-1].rows
+
+        rows = self.merging.run(request, self.tables, exchange)
+        return dataclasses.replace(latest[-1], rows=rows)
+
+    def _run(self, request: Request) -> Round:
+        arrivals: list[Arrival] = []
         blobs: list[torch.Tensor] = []
 
         def make_room(headers: Sequence[Sequence[int]]) -> list[Column]:
-            if any(h[_FLAGS] & Flag.FAILED for h in headers):  # nothing follows
+            if any(h[FLAGS] & Flag.FAILED for h in headers):  # nothing follows
                 return []
             for i, table in enumerate(self.tables):
-                at = _FIXED + _PER_TABLE * i
-                arrivals.append(_Arrival(table, [h[at : at + _PER_TABLE] for h in headers]))
-            sizes = [h[_BLOB] for h in headers]
+                at = FIXED + PER_TABLE * i
+                arrivals.append(Arrival(table, [h[at : at + PER_TABLE] for h in headers], table.id_dtype))
+            sizes = [h[BLOB] for h in headers]
             blob = Column.split(torch.empty(sum(sizes), dtype=torch.uint8, device=self.comm.device), sizes)
             blobs.extend(map(blob.part, range(len(headers))))
             return [column for arrival in arrivals for column in arrival.columns] + [blob]
 
         received = self.comm.exchange(*self._pack(request), make_room)
         self.num_rounds += 1
-        flags = [h[_FLAGS] for h in received]
+        flags = [h[FLAGS] for h in received]
         self._check(received, flags)
         for arrival in arrivals:
             arrival.note()
         rows, norms = self._swap(request, received, arrivals)
         return Round(
             flags=flags,
-            weights=[_float(h[_WEIGHT]) for h in received],
+            weights=[number(h[WEIGHT]) for h in received],
             rows=rows,
             norms=norms,
             blobs=blobs,
@@ -178,49 +131,20 @@ class Rounds:
         else:
             self.run(Request(flags=Flag.FAILED))
 
-    # -- outgoing -----------------------------------------------------------------------------------
-
     def _pack(self, request: Request) -> tuple[list[list[int]], list[Column]]:
-        """For each rank a header; and what follows it."""
-        asks = {ask.table: ask for ask in request.asks}
-        pushes = {push.table: push for push in request.pushes}
         fixed = self._fixed(request, 0 if request.blob is None else request.blob.numel())
-        world_size = self.comm.world_size
-        columns: list[Column] = []
-        nothing: Sequence[tuple[int, int]] = [(0, 0)] * world_size
-        headers = [list(fixed) for _ in range(world_size)]
-        for table in self.tables:
-            ask, push = asks.get(table), pushes.get(table)
-            marks = _DROPPED if table in request.dropped else 0
-            renorm, leased, unleased = (_NO_RENORM, 2.0), nothing, nothing
-            brought: Sequence[tuple[int, int]] | None = None
-            if ask is not None:
-                renorm, leased, unleased = ask.renorm or renorm, ask.leased.spans, ask.unleased.spans
-                columns += (ask.leased, ask.unleased)
-            if push is not None:
-                marks |= _SOME if push.positions is not None else 0
-                brought, unleased = push.grads.spans, push.ids.spans if push.ids is not None else unleased
-                columns += (column for column in (push.ids, push.positions, push.grads) if column is not None)
-            tail = (marks, _bits(renorm[0]), _bits(renorm[1]))
-            for r, header in enumerate(headers):
-                num_leased = leased[r][1] - leased[r][0]
-                num_asked = num_leased + unleased[r][1] - unleased[r][0]
-                num_brought = _NOT_PUSHED if brought is None else brought[r][1] - brought[r][0]
-                header += (num_asked, num_leased, num_brought, *tail)
-        if request.blob is not None:
-            columns.append(Column.same(request.blob, world_size))
-        return headers, columns
+        return pack(request, self.tables, fixed, self.comm.world_size)
 
     def _fixed(self, request: Request, num_blob_bytes: int) -> list[int]:
         """The part of a header that does not depend on the tables."""
         return [
             self.version,
             request.flags,
-            _bits(request.weight),
+            bits(request.weight),
             self.loop,
             int(request.want),
             request.field,
-            _bits(request.order),
+            bits(request.order),
             self.settings,
             num_blob_bytes,
         ]
@@ -237,13 +161,13 @@ class Rounds:
                 f"rank {self.comm.rank}: ranks {reducing} are in parallax.reduce, but ranks {done} at the end of a "
                 f"backward pass; every rank must call parallax.reduce the same number of times between steps"
             )
-        versions = [h[_VERSION] for h in headers]
+        versions = [h[VERSION] for h in headers]
         if len(set(versions)) > 1:
             raise DisagreementError(
                 f"rank {self.comm.rank}: every rank must call optimizer.step(), edit tables and change gradients in "
                 f"hooks the same number of times, but the ranks have done so {versions} times"
             )
-        settings = [h[_SETTINGS] for h in headers]
+        settings = [h[SETTINGS] for h in headers]
         if len(set(settings)) > 1:
             others = [rank for rank, s in enumerate(settings) if s != settings[self.comm.rank]]
             raise DisagreementError(
@@ -251,14 +175,14 @@ class Rounds:
                 f"step ({self.describe_settings()} here); a learning rate that follows a metric needs the same metric "
                 f"everywhere (parallax.reduce)"
             )
-        early = [rank for rank, (h, f) in enumerate(zip(headers, flags, strict=True)) if f & Flag.LEFT and h[_LOOP] % 2]
-        if early and done and any(headers[r][_LOOP] != headers[early[0]][_LOOP] for r in done):
+        early = [rank for rank, (h, f) in enumerate(zip(headers, flags, strict=True)) if f & Flag.LEFT and h[LOOP] % 2]
+        if early and done and any(headers[r][LOOP] != headers[early[0]][LOOP] for r in done):
             raise DisagreementError(
                 f"rank {self.comm.rank}: ranks {early} have left a loop over parallax.shard(...) early and ended, but "
                 f"ranks {done} train on; batches that are counted are fewer on a rank that runs out of data first: use "
                 f"drop_last=True, or end all ranks alike"
             )
-        loops = [h[_LOOP] // 2 for h in headers]
+        loops = [h[LOOP] // 2 for h in headers]
         if len(set(loops)) > 1 and any(f & Flag.OUT and not f & Flag.LEFT for f in flags):
             raise DisagreementError(
                 f"rank {self.comm.rank}: a rank waits at the end of a loop over parallax.shard(...) that others have "
@@ -267,17 +191,17 @@ class Rounds:
             )
 
     def _swap(
-        self, request: Request, headers: Sequence[Sequence[int]], arrivals: Sequence[_Arrival]
+        self, request: Request, headers: Sequence[Sequence[int]], arrivals: Sequence[Arrival]
     ) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], torch.Tensor | None]:
         """Answers what was asked here, and takes in the answers to what this rank asks: `Round.rows` and `.norms`."""
         answers: list[Column] = []
         for arrival in arrivals:
-            for field in {h[_FIELD] for h in headers}:
-                of = [h[_FIELD] == field and h[_WANT] == Want.ROWS for h in headers]
+            for field in {h[FIELD] for h in headers}:
+                of = [h[FIELD] == field and h[WANT] == Want.ROWS for h in headers]
                 answers += arrival.rows(of, self._field, field)
-        for order in {h[_ORDER] for h in headers if h[_WANT] == Want.NORMS}:
-            parts = torch.stack([norm_part(table, _float(order)) for table in self.tables])
-            wants = [h[_WANT] == Want.NORMS and h[_ORDER] == order for h in headers]
+        for order in {h[ORDER] for h in headers if h[WANT] == Want.NORMS}:
+            parts = torch.stack([norm_part(table, number(order)) for table in self.tables])
+            wants = [h[WANT] == Want.NORMS and h[ORDER] == order for h in headers]
             answers.append(Column(parts, [(0, len(parts) if wanted else 0) for wanted in wants]))
         room: list[Column] = []
         norms = None
@@ -288,7 +212,7 @@ class Rounds:
         for ask in sorted(request.asks, key=lambda ask: self.tables.index(ask.table)):  # as owners answer
             like = self._field(ask.table, request.field)
             both = [
-                Column(like.new_empty(column.spans[-1][1], like.shape[1]), column.spans)
+                Column(like.new_empty(len(column.tensor), like.shape[1]), column.spans)
                 for column in (ask.leased, ask.unleased)
             ]
             rows[ask.table] = both[0].tensor, both[1].tensor
@@ -329,73 +253,3 @@ def join_norms(parts: torch.Tensor, order: float) -> torch.Tensor:
     if order == -float("inf"):
         return parts.min()
     return parts.sum() if order == 0 else parts.sum() ** (1.0 / order)
-
-
-class _Arrival:
-    """What the ranks bring for one table in a round, the first rank's first."""
-
-    def __init__(self, table: Table, headers: Sequence[Sequence[int]]) -> None:
-        """
-        Args:
-            headers: what each rank's header says of this table.
-        """
-        self.table = table
-        self._headers = headers
-        num_asked = [h[_ASKED] for h in headers]
-        self._num_pushed = [max(0, h[_PUSHED]) for h in headers]
-        num_some = [n if h[_MARKS] & _SOME else 0 for h, n in zip(headers, self._num_pushed, strict=True)]
-        new = functools.partial(torch.empty, device=table.device)
-        self._ids = Column.split(new(sum(num_asked), dtype=table.id_dtype), num_asked)
-        self._some = Column.split(new(sum(num_some), dtype=torch.int32), num_some)
-        """Which of its leases a rank brings gradients for."""
-        grads = new(sum(self._num_pushed), table.push_width, dtype=table.dtype)
-        self._grads = Column.split(grads, self._num_pushed)
-
-    @property
-    def columns(self) -> list[Column]:
-        """What is filled with what follows the headers."""
-        return [self._ids, self._some, self._grads]
-
-    def note(self) -> None:
-        """Keeps leases and gradients in the table, and does what a lookup with max_norm does to rows."""
-        table = self.table
-        for source, h in enumerate(self._headers):
-            if h[_LEASED]:
-                table.leases[source].append(self._ids.part(source)[: h[_LEASED]])
-            if h[_ASKED] and h[_MAX_NORM] != _bits(_NO_RENORM):
-                ids = self._ids.part(source).long()
-                torch.embedding_renorm_(table.data, ids, _float(h[_MAX_NORM]), _float(h[_NORM_TYPE]))
-        pushing = [source for source, h in enumerate(self._headers) if h[_PUSHED] != _NOT_PUSHED]
-        if not pushing:
-            return
-        table.pushed = True
-        positions: list[torch.Tensor] = []
-        for source in pushing:
-            named = table.leases[source] if table.sharded else [self._ids.part(source)]
-            if self._headers[source][_MARKS] & _SOME and named:
-                named = [torch.cat(named)[self._some.part(source).long()]]
-            positions += named
-        at = torch.cat(positions) if positions else self._ids.tensor[:0]
-        table.receive(Incoming(at, self._grads.tensor, self._num_pushed))
-
-    def rows(self, of: Sequence[bool], read: Callable[[Table, int], torch.Tensor], field: int) -> list[Column]:
-        """For each rank that `of` names, the rows that it asked for; nothing if none of them did."""
-        num_rows = [h[_ASKED] if wanted else 0 for h, wanted in zip(self._headers, of, strict=True)]
-        if not self.table.sharded or not any(num_rows):
-            return []
-        ids = self._ids.tensor
-        if not all(of):
-            ids = torch.cat([self._ids.part(source) for source, wanted in enumerate(of) if wanted])
-        return [Column.split(read(self.table, field).index_select(0, ids), num_rows)]
-
-    def dropped_by(self, done: Sequence[bool]) -> bool:
-        """`Request.dropped` on all ranks that are done."""
-        return all(h[_MARKS] & _DROPPED for h, d in zip(self._headers, done, strict=True) if d)
-
-
-def _bits(value: float) -> int:
-    return int(struct.unpack("<q", struct.pack("<d", value))[0])
-
-
-def _float(bits: int) -> float:
-    return float(struct.unpack("<d", struct.pack("<q", bits))[0])

@@ -32,12 +32,13 @@ from parallax.config import Config
 from parallax.dense import Contribution, DenseGradients, Totals, accumulate
 from parallax.hooks import ParameterHooks
 from parallax.lookup import Lookups
+from parallax.message import Flag, Request, Want
 from parallax.optimizer import Optimizers, digest, settings_of
 from parallax.parameter import ShardedParameter, WatchedParameter, adopt, release
 from parallax.plan import Placement, Plan, Use
 from parallax.planner import make_plan
 from parallax.repeats import Repeats, pack, unpack
-from parallax.rounds import Flag, Request, Round, Rounds, Want
+from parallax.rounds import Round, Rounds
 from parallax.samples import Samples
 from parallax.scalers import Scalers
 from parallax.startup import (
@@ -136,6 +137,7 @@ class Runtime:
         """Open while `torch.compile` waits for the first plan."""
 
         self.rounds = Rounds(self.comm, self._field)
+        self.rounds.merging.scale = self._merging_scale
         self.lookups = Lookups(
             self._run_round,
             on_backward=self._on_backward,
@@ -445,6 +447,10 @@ class Runtime:
         if self._reference_samples is None:
             self._reference_samples = max(closing.weights) or 1.0
         scales = self._scales(closing)
+        # Workers of one machine have multiplied with their weights before they added up (`_merging_scale`).
+        total = sum(w for w, f in zip(closing.weights, closing.flags, strict=True) if not f & Flag.OUT)
+        mean = self.config.reduction == "mean"
+        merged_scales = [self._reference_samples / (total or 1.0) if mean else 1.0] * len(scales)
         news = any(f & Flag.NEWS for f in closing.flags)
         keep = self._agreed_to_keep(closing.flags) and not news
         contribution = self._contribution()
@@ -472,7 +478,7 @@ class Runtime:
         for table in self._exchanged():
             p = table.parameter
             hook = functools.partial(self._hooked, table) if self.hooks.waits(p) and p not in more_to_come else None
-            if table.finish_gradient(scales, hook):
+            if table.finish_gradient(merged_scales if table.merged else scales, hook):
                 self._updated.add(p)
         for p in loose:
             if p.grad is not None and self.hooks.waits(p):
@@ -480,6 +486,9 @@ class Runtime:
             accumulate(p, self._before.pop(p, None))
         if not keep:
             self._bring_back()
+
+    def _merging_scale(self, weight: float) -> float:
+        return weight / (self._reference_samples or 1.0) if self.config.reduction == "mean" else float(weight > 0)
 
     def _scales(self, closing: Round) -> list[float]:
         """What each rank's gradients are multiplied with."""
@@ -654,7 +663,9 @@ class Runtime:
         return make_plan(list(self.profiles.values()), world_size=self.comm.world_size, config=self.config)
 
     def _shard(self, table: Table, owners: Sequence[int]) -> None:
-        table.partitioning = Partitioning(table.num_rows, owners, self.comm.world_size, self.comm.device)
+        table.partitioning = Partitioning(
+            table.num_rows, owners, self.comm.world_size, self.comm.device, self.comm.agents
+        )
         grad = table.grad
         if grad is not None:
             table.grad = None

@@ -7,6 +7,7 @@ Nothing here communicates: `rounds` moves what a table asks for and brings. Rows
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -22,12 +23,34 @@ SKIPPED = -1
 class Partitioning:
     """Row r lives in partition r mod P, and partition p on rank `owners[p]`: plain arithmetic, no table of rows.
 
-    A row's *key* is owner * stride + its position among the owner's rows: sorting keys groups rows by owner.
+    A row's *key* is place * stride + its position among its owner's rows, where places number the owners such that
+    sorting keys groups rows by whom this rank asks for them, and then by owner.
     """
 
-    def __init__(self, num_rows: int, owners: Sequence[int], world_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        num_rows: int,
+        owners: Sequence[int],
+        world_size: int,
+        device: torch.device,
+        agents: Sequence[int] = (),
+    ) -> None:
+        """
+        Args:
+            owners: per partition.
+            agents: for each rank, which worker of this machine talks to it for all of them (`merging`), by its number
+                among them. (): every worker talks to every rank itself.
+        """
         self.num_partitions = len(owners)
         self.owners = tuple(owners)
+        self.asked = list(agents or range(world_size))
+        """Whom this rank asks for the rows of each rank."""
+        self.num_asked = max(self.asked) + 1
+        self.merged = bool(agents)
+        order = sorted(range(world_size), key=lambda rank: (self.asked[rank], rank))
+        self._place = [order.index(rank) for rank in range(world_size)]
+        ends = [sum(a <= n for a in self.asked) for n in range(self.num_asked)]
+        self._places_asked = list(itertools.pairwise([0, *ends]))
         sizes = [max(0, -(-(num_rows - p) // self.num_partitions)) for p in range(self.num_partitions)]
         self.num_held = [0] * world_size
         starts = []
@@ -37,7 +60,8 @@ class Partitioning:
         self.stride = max(1, *self.num_held)
         self._sizes = sizes
         self._starts = torch.tensor(
-            [owner * self.stride + start for owner, start in zip(owners, starts, strict=True)], device=device
+            [self._place[owner] * self.stride + start for owner, start in zip(owners, starts, strict=True)],
+            device=device,
         )
         self._bounds = torch.arange(1, world_size, device=device) * self.stride
 
@@ -54,10 +78,17 @@ class Partitioning:
         ]
         return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64, device=self._starts.device)
 
-    def split(self, keys: torch.Tensor) -> list[int]:
-        """Where sorted `keys` change their owner: world size + 1 positions, from 0 to len(keys)."""
-        cuts = torch.searchsorted(keys, self._bounds).tolist()
-        return [0, *cuts, keys.numel()]
+    def cuts(self, keys: torch.Tensor) -> list[int]:
+        """Where sorted `keys` change their owner: world size + 1 numbers, from 0 to len(keys), in order of places."""
+        return [0, *torch.searchsorted(keys, self._bounds).tolist(), keys.numel()]
+
+    def by_owner(self, cuts: Sequence[int]) -> list[tuple[int, int]]:
+        """For each rank, its part of sorted keys that are cut so."""
+        return [(cuts[place], cuts[place + 1]) for place in self._place]
+
+    def by_asked(self, cuts: Sequence[int]) -> list[tuple[int, int]]:
+        """For each that this rank asks, its part of sorted keys that are cut so."""
+        return [(cuts[first], cuts[end]) for first, end in self._places_asked]
 
     def positions(self, keys: torch.Tensor) -> torch.Tensor:
         """Positions among the owners' rows, in the smallest dtype that holds them (they travel)."""
@@ -68,11 +99,11 @@ class Partitioning:
 class Window:
     """The rows that this rank has leased since the weights last changed: no row is asked for twice.
 
-    Slots number the leased rows in the order of their arrival; that order is also the owners' (`leases`), so a
-    gradient can travel without its ids.
+    Slots number the leased rows in the order of their arrival; that order is also that of those who were asked
+    (`leases`), so a gradient can travel without its ids.
     """
 
-    def __init__(self, table: Table) -> None:
+    def __init__(self, table: Table, num_asked: int) -> None:
         self.table = table
         self.keys = torch.empty(0, dtype=torch.int64, device=table.device)
         """Sorted keys of the leased rows."""
@@ -82,14 +113,14 @@ class Window:
         """The leased rows by slot, shape (slots, width)."""
         self.renorm: tuple[float, float] | None = None
         """(max_norm, norm_type) of the lookups that leased the rows."""
-        self.spans: list[list[tuple[int, int]]] = [[] for _ in range(table.world_size)]
-        """Per owner, the spans of slots leased from it, oldest first."""
+        self.spans: list[list[tuple[int, int]]] = [[] for _ in range(num_asked)]
+        """For each that was asked, the spans of slots leased from it, oldest first."""
 
     def __len__(self) -> int:
         return self.keys.numel()
 
-    def by_owner(self, values: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
-        """`values`, one per slot, of each owner's slots in turn and in their order; and how many each owner has."""
+    def by_asked(self, values: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
+        """`values`, one per slot, those leased from the first that was asked first; and how many each has."""
         num_leased = [sum(b - a for a, b in spans) for spans in self.spans]
         in_order = [span for spans in self.spans for span in spans]
         if in_order == sorted(in_order):
@@ -103,8 +134,8 @@ class Window:
         at = torch.searchsorted(self.keys, keys).clamp_(max=len(self) - 1)
         return self.slots[at], self.keys[at] == keys
 
-    def add(self, keys: torch.Tensor, rows: torch.Tensor, cuts: Sequence[int]) -> None:
-        """Takes up newly leased rows: sorted `keys`, their `rows`, and `Partitioning.split` of the keys."""
+    def add(self, keys: torch.Tensor, rows: torch.Tensor, spans: Sequence[tuple[int, int]]) -> None:
+        """Takes up newly leased rows: sorted `keys`, their `rows`, and which of them each that was asked has given."""
         first = self.rows.shape[0]
         slots = torch.arange(first, first + keys.numel(), device=keys.device)
         if first:
@@ -113,9 +144,18 @@ class Window:
             self.slots = torch.cat([self.slots, slots])[order]
         else:
             self.keys, self.slots, self.rows = keys, slots, rows
-        for owner in range(len(self.spans)):
-            if cuts[owner] < cuts[owner + 1]:
-                self.spans[owner].append((first + cuts[owner], first + cuts[owner + 1]))
+        for of_one, (a, b) in zip(self.spans, spans, strict=True):
+            if a < b:
+                of_one.append((first + a, first + b))
+
+
+class Agent:
+    """What a worker has leased for all workers of its machine, and leased on to them (see `merging`)."""
+
+    def __init__(self, table: Table) -> None:
+        self.window = Window(table, table.world_size)
+        self.leases: list[list[torch.Tensor]] = [[] for _ in range(table.num_asked)]
+        """Per worker, the slots of `window` leased to it, oldest first."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,9 +172,9 @@ class Contribution:
 
 @dataclasses.dataclass(frozen=True)
 class Push:
-    """Row gradients on their way: to each owner, its part of `grads`, shape (rows, width).
+    """Row gradients on their way: to each that was asked for rows, its part of `grads`, shape (rows, width).
 
-    `positions` (int32) picks leases of that owner; None means all of them, in order. For a table of which every rank
+    `positions` (int32) picks leases of it; None means all of them, in order. For a table of which every rank
     holds a copy, `ids` names the rows instead.
     """
 
@@ -181,7 +221,9 @@ class Table:
         self.use = Use.NONE
         self.num_rows_touched = 0
         """Distinct rows with a gradient in this rank's latest step."""
-        self.window = Window(self)
+        self.window = Window(self, world_size)
+        self.agent: Agent | None = None
+        """If this worker may ask for others."""
         self.leases: list[list[torch.Tensor]] = [[] for _ in range(world_size)]
         """Per rank, the positions leased to it since the weights last changed, oldest first."""
         self.contributions: list[Contribution] = []
@@ -196,6 +238,16 @@ class Table:
     @property
     def sharded(self) -> bool:
         return self.partitioning is not None
+
+    @property
+    def num_asked(self) -> int:
+        """How many this rank asks for rows."""
+        return self.partitioning.num_asked if self.partitioning else self.world_size
+
+    @property
+    def merged(self) -> bool:
+        """Workers of one machine ask together, and add up their gradients before they send them."""
+        return self.partitioning is not None and self.partitioning.merged
 
     @property
     def sparse_grad(self) -> bool:
@@ -261,7 +313,8 @@ class Table:
 
     def forget_leases(self) -> None:
         """The weights changed, on all ranks: what was leased is out of date."""
-        self.window = Window(self)
+        self.window = Window(self, self.num_asked)
+        self.agent = Agent(self) if self.merged else None
         self.leases = [[] for _ in range(self.world_size)]
 
     # -- gradients ----------------------------------------------------------------------------------
@@ -302,21 +355,23 @@ class Table:
             ids = ids.to(self.id_dtype)
             return Push(self, Column.same(merged, self.world_size), ids=Column.same(ids, self.world_size))
         slots = torch.cat([self._current_slots(c) for c in contributions])
-        merged = add_rows(torch.cat([c.grads for c in contributions]), slots, len(self.window))
-        touched = torch.zeros(len(self.window) + 1, dtype=torch.bool, device=self.device)
+        push, self.num_rows_touched = self.merge(self.window, slots, torch.cat([c.grads for c in contributions]))
+        return push
+
+    def merge(self, window: Window, slots: torch.Tensor, grads: torch.Tensor) -> tuple[Push, int]:
+        """Gradients for slots of `window` (SKIPPED ones are left out), added up by row; and how many rows these are."""
+        merged = add_rows(grads, slots, len(window))
+        touched = torch.zeros(len(window) + 1, dtype=torch.bool, device=self.device)
         touched[slots] = True  # SKIPPED marks the last element, which is no slot
-        self.num_rows_touched = int(touched[:-1].sum())
-        merged, num_leased = self.window.by_owner(merged)
-        if self.num_rows_touched == len(self.window):
-            return Push(self, Column.split(merged, num_leased))
-        touched, _ = self.window.by_owner(touched[:-1])
+        num_touched = int(touched[:-1].sum())
+        merged, num_leased = window.by_asked(merged)
+        if num_touched == len(window):
+            return Push(self, Column.split(merged, num_leased)), num_touched
+        touched, _ = window.by_asked(touched[:-1])
         parts = [part.nonzero().squeeze(1) for part in touched.split(num_leased)]
-        num_touched = list(map(len, parts))
-        return Push(
-            self,
-            Column.split(merged[touched], num_touched),
-            Column.split(torch.cat(parts).to(torch.int32), num_touched),
-        )
+        sizes = list(map(len, parts))
+        positions = torch.cat(parts).to(torch.int32)
+        return Push(self, Column.split(merged[touched], sizes), Column.split(positions, sizes)), num_touched
 
     def _current_slots(self, c: Contribution) -> torch.Tensor:
         if c.window is self.window:
@@ -345,7 +400,7 @@ class Table:
         positions = _cat([i.positions for i in incoming]).long()
         brought = _cat([i.grads for i in incoming])
         sources = [n for i in incoming for n in i.num_rows]
-        grads = _scaled(brought, [scales[n % self.world_size] for n in range(len(sources))], sources)
+        grads = scaled(brought, [scales[n % self.world_size] for n in range(len(sources))], sources, self.width)
         if self.by_frequency:
             counts = add_rows(brought[:, self.width :], positions, self.num_held)
             grads = grads[:, : self.width] / counts[positions]
@@ -387,13 +442,20 @@ def add_rows(grads: torch.Tensor, rows: torch.Tensor, num_rows: int) -> torch.Te
     return summed.to(grads.dtype)
 
 
-def _scaled(grads: torch.Tensor, scales: Sequence[float], num_rows: Sequence[int]) -> torch.Tensor:
-    """`grads`, of which the first `num_rows[0]` rows are multiplied with `scales[0]`, and so on."""
+def scaled(grads: torch.Tensor, scales: Sequence[float], num_rows: Sequence[int], width: int) -> torch.Tensor:
+    """`grads`, of which the first `num_rows[0]` rows are multiplied with `scales[0]`, and so on; elements of a row
+    behind `width` are not."""
     if len(set(scales)) == 1 and scales[0]:
-        return grads if scales[0] == 1 else grads * scales[0]
-    parts = grads.split(list(num_rows))
+        if scales[0] == 1:
+            return grads
+        if grads.shape[1] == width:
+            return grads * scales[0]
     # of a rank without samples: what it brings may be NaN and does not count
-    return torch.cat([part * s if s else torch.zeros_like(part) for part, s in zip(parts, scales, strict=True)])
+    parts = [
+        part[:, :width] * scale if scale else torch.zeros_like(part[:, :width])
+        for part, scale in zip(grads.split(list(num_rows)), scales, strict=True)
+    ]
+    return torch.cat([torch.cat(parts), grads[:, width:]], 1) if grads.shape[1] > width else torch.cat(parts)
 
 
 def _cat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -14,8 +14,9 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
 from parallax.lookup import Lookup, Lookups
+from parallax.message import Request, Want
 from parallax.plan import Use
-from parallax.rounds import Request, Round, Want, join_norms
+from parallax.rounds import Round, join_norms
 from parallax.table import Table
 from parallax.untraced import untraced
 

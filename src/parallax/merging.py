@@ -1,0 +1,159 @@
+"""Workers of one machine merge before they send: a row crosses a machine's link once in each direction.
+
+For the rows of each rank on another machine, one worker here, the *agent*, talks to that rank on behalf of all workers
+of the machine (an owner on this machine is asked itself). What is a round otherwise then has five parts: the workers
+tell agents which rows they want and what gradients they have; agents put the wishes together and add the gradients up;
+agents run the round; rows are leased on to the workers that asked. To an owner, an agent is a worker like any other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import torch
+
+from parallax.comm import Comm
+from parallax.mesh import Column
+from parallax.message import PER_TABLE, Arrival, Ask, Request, Want, bits, number, pack
+from parallax.table import Push, Table
+
+Rows = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+class Merging:
+    """The workers of this machine, as one of them sees them."""
+
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm
+        self.scale: Callable[[float], float] = lambda weight: weight
+        """By what a worker's gradients are multiplied, given its weight, so that they can be added up."""
+
+    def run(self, request: Request, tables: Sequence[Table], exchange: Callable[[Request], Rows]) -> Rows:
+        """One round of all workers.
+
+        Args:
+            request: what this worker brings.
+            exchange: runs a round between all ranks, and gives the rows of each of its asks.
+
+        Returns:
+            The rows of each ask of `request`.
+        """
+        merged = [table for table in tables if table.merged]
+        while True:
+            arrivals = self._tell(request, merged)
+            agencies = [_Agency(arrival) for arrival in arrivals]
+            asks = [ask for agency in agencies if (ask := agency.ask()) is not None]
+            pushes = [push for agency in agencies if (push := agency.push()) is not None]
+            direct = [ask for ask in request.asks if not ask.merged]
+            # A header has one place for what is wanted of a table: a read of its own waits until nobody wants rows.
+            waits = (bool(direct) or request.want is not Want.ROWS) and bool(asks or pushes)
+            if waits:
+                rows = exchange(Request(asks=asks, pushes=pushes))
+            else:
+                own_pushes = [push for push in request.pushes if not push.table.merged]
+                rows = exchange(dataclasses.replace(request, asks=[*asks, *direct], pushes=[*pushes, *own_pushes]))
+            found = dict(zip((ask.table for ask in [*asks, *direct]), rows, strict=not waits))
+            leased_on = self._lease_on(request, agencies, found)
+            if not waits:
+                return [leased_on[ask.table] if ask.merged else found[ask.table] for ask in request.asks]
+
+    def _tell(self, request: Request, tables: Sequence[Table]) -> list[Arrival]:
+        """What the workers of this machine want of this one as their agent, and bring."""
+        mine = Request(
+            asks=[ask for ask in request.asks if ask.merged],
+            pushes=[push for push in request.pushes if push.table.merged],
+        )
+        weight = bits(self.scale(request.weight))
+        headers, columns = pack(mine, tables, [weight], len(self._comm.members))
+        arrivals: list[Arrival] = []
+
+        def make_room(headers: Sequence[Sequence[int]]) -> list[Column]:
+            for i, table in enumerate(tables):
+                at = 1 + PER_TABLE * i
+                parts = [h[at : at + PER_TABLE] for h in headers]
+                arrivals.append(Arrival(table, parts, torch.int64, [number(h[0]) for h in headers]))
+            return [column for arrival in arrivals for column in arrival.columns]
+
+        self._comm.exchange(headers, columns, make_room, self._comm.members)
+        return arrivals
+
+    def _lease_on(
+        self,
+        request: Request,
+        agencies: Sequence[_Agency],
+        found: dict[Table, tuple[torch.Tensor, torch.Tensor]],
+    ) -> dict[Table, tuple[torch.Tensor, torch.Tensor]]:
+        """Hands the workers the rows that they wanted of this agent; returns those that this worker wanted."""
+        answers = [column for agency in agencies for column in agency.answer(found.get(agency.table))]
+        room: list[Column] = []
+        rows = {}
+        wanted = {ask.table: ask for ask in request.asks if ask.merged}
+        for agency in agencies:
+            ask = wanted.get(agency.table)
+            if ask is not None:
+                like = agency.table.flat(agency.table.data)
+                both = [
+                    Column(like.new_empty(len(c.tensor), like.shape[1]), c.spans) for c in (ask.leased, ask.unleased)
+                ]
+                rows[ask.table] = both[0].tensor, both[1].tensor
+                room += both
+        self._comm.swap(answers, room, self._comm.members)
+        return rows
+
+
+class _Agency:
+    """This worker as agent for one table, in one round."""
+
+    def __init__(self, arrival: Arrival) -> None:
+        self.table = arrival.table
+        assert self.table.agent is not None
+        self._agent, self._arrival = self.table.agent, arrival
+        self._new = self._extra = arrival.ids.tensor[:0]
+        self._spans: Sequence[tuple[int, int]] = ()
+
+    def ask(self) -> Ask | None:
+        """For the rows that are wanted and not here."""
+        if not len(self._arrival.ids.tensor):
+            return None
+        window = self._agent.window
+        leased, unleased = self._arrival.leased()
+        keys = torch.unique(leased)
+        self._new = keys[~window.find(keys)[1]]
+        others = torch.unique(unleased)
+        here = window.find(others)[1] | torch.isin(others, self._new)
+        self._extra = others[~here]
+        if not len(self._new) and not len(self._extra):
+            return None
+        renorms = self._arrival.renorms | ({window.renorm} if len(window) else set())
+        if len(renorms) > 1:
+            raise NotImplementedError(
+                f"{self.table.name!r} is looked up in one step with different max_norm by workers of one machine "
+                f"(max_norm, norm_type: {renorms}); use one for all lookups"
+            )
+        window.renorm = renorms.pop()
+        ask = Ask.by_keys(self.table, self._new, self._extra, window.renorm)
+        self._spans = ask.leased.spans
+        return ask
+
+    def push(self) -> Push | None:
+        """The gradients of all workers, added up by row."""
+        brought = self._arrival.gradients(self._agent.leases)
+        return None if brought is None else self.table.merge(self._agent.window, *brought)[0]
+
+    def answer(self, rows: tuple[torch.Tensor, torch.Tensor] | None) -> list[Column]:
+        """The rows for each worker, given those that this agent asked for."""
+        if not len(self._arrival.ids.tensor):
+            return []
+        window = self._agent.window
+        if len(self._new):
+            assert rows is not None
+            window.add(self._new, rows[0], self._spans)
+        here = window.rows
+        extra = rows[1] if rows is not None else here[:0]
+        slots, known = window.find(self._arrival.ids.tensor)
+        if len(extra):
+            at = torch.searchsorted(self._extra, self._arrival.ids.tensor) + len(here)
+            slots, here = torch.where(known, slots, at), torch.cat([here, extra])
+        self._arrival.lease(slots, self._agent.leases)
+        return [Column(here.index_select(0, slots), self._arrival.ids.spans)]

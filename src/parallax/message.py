@@ -1,0 +1,265 @@
+"""What ranks write to each other in a round: which rows are asked for, which gradients are brought, and flags.
+
+A message is a header of numbers, whose length follows from the plan, and tensors: columns, of which each rank gets or
+brings its part. `pack` makes a message, `Arrival` takes in what came of one table.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import struct
+from collections.abc import Callable, Collection, Sequence
+
+import torch
+
+from parallax.mesh import Column
+from parallax.table import Incoming, Push, Table, scaled
+
+
+class Flag:
+    """What a rank says of itself in a header: bits of an int."""
+
+    DONE = 1
+    """This rank has pushed all gradients of its backward."""
+    OUT = 2**1
+    """This rank has no more data; it serves."""
+    LEFT = 2**2
+    """This rank's program has ended; it serves until all have ended."""
+    FAILED = 2**3
+    """This rank has failed; its error is in the store."""
+    NEWS = 2**4
+    """This rank saw a parameter used in a way that the plan does not know."""
+    ACTIVE = 2**5
+    """This rank, which is out of data, had some in the latest step."""
+    CLEAN = 2**6
+    """This rank has no gradients."""
+    STEP = 2**7
+    """This rank is about to run an optimizer and brings what ranks without data need to do the same."""
+    LOCAL = 2**8
+    """This rank keeps its dense gradients to itself for now."""
+    REDUCE = 2**9
+    """This rank brings a number for `parallax.reduce`, and waits for those of the others."""
+    CHANGED = 2**10
+    """This rank is about to read gradients and brings what was done to them, for ranks without data."""
+
+
+class Want(enum.IntEnum):
+    """What the asked ranks answer with."""
+
+    ROWS = 0
+    """Rows of a table: of its weight, or of another field (`Request.field`)."""
+    NORMS = 1
+    """For each table, its part of a norm of the gradient."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Ask:
+    """Rows of one table, some on lease, some just to be read: of each owner, by their positions there."""
+
+    table: Table
+    leased: Column
+    unleased: Column
+    renorm: tuple[float, float] | None = None
+    """(max_norm, norm_type): the owner first scales down rows whose norm is larger."""
+    merged: bool = False
+    """Of the workers of this machine, by their keys: they ask the owners (`merging`)."""
+
+    @classmethod
+    def by_keys(
+        cls,
+        table: Table,
+        leased: torch.Tensor,
+        unleased: torch.Tensor,
+        renorm: tuple[float, float] | None,
+        merged: bool = False,
+    ) -> Ask:
+        """The rows with these keys, sorted."""
+        partitioning = table.partitioning
+        assert partitioning is not None
+        cuts, other_cuts = partitioning.cuts(leased), partitioning.cuts(unleased)
+        if merged:
+            own, others = (
+                Column(leased, partitioning.by_asked(cuts)),
+                Column(unleased, partitioning.by_asked(other_cuts)),
+            )
+        else:
+            own = Column(partitioning.positions(leased), partitioning.by_owner(cuts))
+            others = Column(partitioning.positions(unleased), partitioning.by_owner(other_cuts))
+        return cls(table, own, others, renorm, merged)
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What this rank brings to a round."""
+
+    flags: int = 0
+    """Of `Flag`."""
+    asks: Sequence[Ask] = ()
+    pushes: Sequence[Push] = ()
+    want: Want = Want.ROWS
+    field: int = 0
+    """Which tensor of a table rows are read from: 0 is the weight; see `Rounds.fields`."""
+    order: float = 2.0
+    """Order of the norm that is wanted."""
+    weight: float = 1.0
+    """How much this rank's gradients count in the mean."""
+    blob: torch.Tensor | None = None
+    """Bytes (uint8) for ranks that are out of data."""
+    dropped: Collection[Table] = ()
+    """Tables whose gradient, as it was before these pushes, has been dropped or zeroed here."""
+
+
+FIXED = 9
+VERSION, FLAGS, WEIGHT, LOOP, WANT, FIELD, ORDER, SETTINGS, BLOB = range(FIXED)
+PER_TABLE = 6
+_ASKED, _LEASED, _PUSHED, _MARKS, _MAX_NORM, _NORM_TYPE = range(PER_TABLE)
+_SOME, _DROPPED = 1, 2
+"""Bits of _MARKS: gradients for some of the leases only; `Request.dropped`."""
+_NOT_PUSHED = -1
+_NO_RENORM = -1.0
+
+
+def pack(
+    request: Request, tables: Sequence[Table], fixed: Sequence[int], world_size: int
+) -> tuple[list[list[int]], list[Column]]:
+    """For each rank a header, of `fixed` and what there is to say of each of `tables`; and what follows it."""
+    asks = {ask.table: ask for ask in request.asks}
+    pushes = {push.table: push for push in request.pushes}
+    columns: list[Column] = []
+    nothing: Sequence[tuple[int, int]] = [(0, 0)] * world_size
+    headers = [list(fixed) for _ in range(world_size)]
+    for table in tables:
+        ask, push = asks.get(table), pushes.get(table)
+        marks = _DROPPED if table in request.dropped else 0
+        renorm, leased, unleased = (_NO_RENORM, 2.0), nothing, nothing
+        brought: Sequence[tuple[int, int]] | None = None
+        if ask is not None:
+            renorm, leased, unleased = ask.renorm or renorm, ask.leased.spans, ask.unleased.spans
+            columns += (ask.leased, ask.unleased)
+        if push is not None:
+            marks |= _SOME if push.positions is not None else 0
+            brought, unleased = push.grads.spans, push.ids.spans if push.ids is not None else unleased
+            columns += (column for column in (push.ids, push.positions, push.grads) if column is not None)
+        tail = (marks, bits(renorm[0]), bits(renorm[1]))
+        for r, header in enumerate(headers):
+            num_leased = leased[r][1] - leased[r][0]
+            num_asked = num_leased + unleased[r][1] - unleased[r][0]
+            num_brought = _NOT_PUSHED if brought is None else brought[r][1] - brought[r][0]
+            header += (num_asked, num_leased, num_brought, *tail)
+    if request.blob is not None:
+        columns.append(Column.same(request.blob, world_size))
+    return headers, columns
+
+
+class Arrival:
+    """What the ranks bring for one table in a round, the first rank's first."""
+
+    def __init__(
+        self,
+        table: Table,
+        headers: Sequence[Sequence[int]],
+        id_dtype: torch.dtype,
+        scales: Sequence[float] = (),
+    ) -> None:
+        """
+        Args:
+            headers: what each rank's header says of this table.
+            id_dtype: of what names the rows that are asked for.
+            scales: for each rank, what its gradients are to be multiplied with (`gradients`).
+        """
+        self.table = table
+        self._headers, self._scales = headers, scales
+        num_asked = [h[_ASKED] for h in headers]
+        self._num_pushed = [max(0, h[_PUSHED]) for h in headers]
+        num_some = [n if h[_MARKS] & _SOME else 0 for h, n in zip(headers, self._num_pushed, strict=True)]
+        new = functools.partial(torch.empty, device=table.device)
+        self.ids = Column.split(new(sum(num_asked), dtype=id_dtype), num_asked)
+        """Of each rank, those on lease first."""
+        self._some = Column.split(new(sum(num_some), dtype=torch.int32), num_some)
+        """Which of its leases a rank brings gradients for."""
+        grads = new(sum(self._num_pushed), table.push_width, dtype=table.dtype)
+        self._grads = Column.split(grads, self._num_pushed)
+
+    @property
+    def columns(self) -> list[Column]:
+        """What is filled with what follows the headers."""
+        return [self.ids, self._some, self._grads]
+
+    @property
+    def renorms(self) -> set[tuple[float, float] | None]:
+        """The (max_norm, norm_type) of the ranks that ask for rows."""
+        return {
+            None if h[_MAX_NORM] == bits(_NO_RENORM) else (number(h[_MAX_NORM]), number(h[_NORM_TYPE]))
+            for h in self._headers
+            if h[_ASKED]
+        }
+
+    def note(self) -> None:
+        """Keeps leases and gradients in the table, and does what a lookup with max_norm does to rows."""
+        table = self.table
+        self.lease(self.ids.tensor, table.leases)
+        for source, h in enumerate(self._headers):
+            if h[_ASKED] and h[_MAX_NORM] != bits(_NO_RENORM):
+                ids = self.ids.part(source).long()
+                torch.embedding_renorm_(table.data, ids, number(h[_MAX_NORM]), number(h[_NORM_TYPE]))
+        if self._is_pushed:
+            table.pushed = True
+            table.receive(Incoming(self._rows_pushed(table.leases), self._grads.tensor, self._num_pushed))
+
+    def lease(self, slots: torch.Tensor, leases: Sequence[list[torch.Tensor]]) -> None:
+        """Keeps in `leases` what each rank asked for on lease, as it is named in `slots` (like `ids`)."""
+        for h, (a, _), kept in zip(self._headers, self.ids.spans, leases, strict=True):
+            if h[_LEASED]:
+                kept.append(slots[a : a + h[_LEASED]])
+
+    def leased(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(ids that were asked for on lease, others), of all ranks together."""
+        cut = [(a, a + h[_LEASED], b) for h, (a, b) in zip(self._headers, self.ids.spans, strict=True)]
+        ids = self.ids.tensor
+        return torch.cat([ids[a:m] for a, m, _ in cut]), torch.cat([ids[m:b] for _, m, b in cut])
+
+    def gradients(self, leases: Sequence[list[torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """(what `leases` has for each row gradient that came, the row gradients times their rank's scale)."""
+        if not self._is_pushed:
+            return None
+        grads = scaled(self._grads.tensor, self._scales, self._num_pushed, self.table.width)
+        return self._rows_pushed(leases), grads
+
+    @property
+    def _is_pushed(self) -> bool:
+        return any(h[_PUSHED] != _NOT_PUSHED for h in self._headers)
+
+    def _rows_pushed(self, leases: Sequence[list[torch.Tensor]]) -> torch.Tensor:
+        positions: list[torch.Tensor] = []
+        for source, h in enumerate(self._headers):
+            if h[_PUSHED] == _NOT_PUSHED:
+                continue
+            named = leases[source] if self.table.sharded else [self.ids.part(source)]
+            if h[_MARKS] & _SOME and named:
+                named = [torch.cat(named)[self._some.part(source).long()]]
+            positions += named
+        return torch.cat(positions) if positions else self.ids.tensor[:0]
+
+    def rows(self, of: Sequence[bool], read: Callable[[Table, int], torch.Tensor], field: int) -> list[Column]:
+        """For each rank that `of` names, the rows that it asked for; nothing if none of them did."""
+        num_rows = [h[_ASKED] if wanted else 0 for h, wanted in zip(self._headers, of, strict=True)]
+        if not self.table.sharded or not any(num_rows):
+            return []
+        ids = self.ids.tensor
+        if not all(of):
+            ids = torch.cat([self.ids.part(source) for source, wanted in enumerate(of) if wanted])
+        return [Column.split(read(self.table, field).index_select(0, ids), num_rows)]
+
+    def dropped_by(self, done: Sequence[bool]) -> bool:
+        """`Request.dropped` on all ranks that are done."""
+        return all(h[_MARKS] & _DROPPED for h, d in zip(self._headers, done, strict=True) if d)
+
+
+def bits(value: float) -> int:
+    return int(struct.unpack("<q", struct.pack("<d", value))[0])
+
+
+def number(bits: int) -> float:
+    return float(struct.unpack("<d", struct.pack("<q", bits))[0])
