@@ -199,14 +199,15 @@ class Arrival:
     def note(self) -> None:
         """Keeps leases and gradients in the table, and does what a lookup with max_norm does to rows."""
         table = self.table
+        # Gradients first: those of all leases are of the leases before this round.
+        if self._is_pushed:
+            table.pushed = True
+            table.receive(Incoming(self._rows_pushed(table.leases), self._grads.tensor, self._num_pushed))
         self.lease(self.ids.tensor, table.leases)
         for source, h in enumerate(self._headers):
             if h[_ASKED] and h[_MAX_NORM] != bits(_NO_RENORM):
                 ids = self.ids.part(source).long()
                 torch.embedding_renorm_(table.data, ids, number(h[_MAX_NORM]), number(h[_NORM_TYPE]))
-        if self._is_pushed:
-            table.pushed = True
-            table.receive(Incoming(self._rows_pushed(table.leases), self._grads.tensor, self._num_pushed))
 
     def lease(self, slots: torch.Tensor, leases: Sequence[list[torch.Tensor]]) -> None:
         """Keeps in `leases` what each rank asked for on lease, as it is named in `slots` (like `ids`)."""
