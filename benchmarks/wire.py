@@ -110,8 +110,10 @@ def main() -> None:
     if args.output is not None:
         settings = {name: value for name, value in vars(args).items() if name != "output"}
         arguments = shlex.join(["--nproc", str(parallax.world_size()), "benchmarks/wire.py", *sys.argv[1:]])
+        now = circumstances()
         found = {
-            **circumstances(),
+            **now,
+            "versions": {name: now["versions"][name] for name in ("python", "torch", "parallax-train")},
             "command": f"parallax run {arguments}",
             "settings": settings,
             "summary": summary,
