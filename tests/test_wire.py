@@ -170,44 +170,63 @@ def trained(wire: WireDtype, options: dict[str, Any]) -> dict[str, torch.Tensor]
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
-def rounded_on_one_device(world_size: int, wire: WireDtype, architecture: str) -> dict[str, torch.Tensor]:
-    """Each rank's forward pass on rounded rows, the sum of its rounded gradients: what `Config.wire_dtype` says."""
+def rounded_on_one_device(
+    world_size: int, wire: WireDtype, architecture: str, per_machine: int = 1
+) -> dict[str, torch.Tensor]:
+    """Each rank's forward pass on rounded rows, the sum of its rounded gradients (of rows: its machine's): what
+    `Config.wire_dtype` says."""
     weights = Model().state_dict()
-    sizes = [batch_size(rank) for rank in range(world_size)]
+    parts = [batch_size(rank) / batch_size(world_size - 1) for rank in range(world_size)]
     for step in range(STEPS):
         sums = {name: torch.zeros_like(w) for name, w in weights.items()}
+        merges = per_machine if architecture == "hybrid" and step else 1  # in the first step all have copies
+        reduced = ("layer", "table", "bias") if architecture == "dense" and step else ("layer",)
+        of_machine: dict[tuple[int, str], torch.Tensor] = {}
         for rank in range(world_size):
             model = Model()
-            # in the first step all have copies, as they do when nothing is sharded
-            pulled = {n: there_and_back(w, wire) if "layer" not in n else w for n, w in weights.items()}
+            pulled = {n: there_and_back(w, wire) if not n.startswith("layer") else w for n, w in weights.items()}
             model.load_state_dict(pulled if architecture == "hybrid" and step else weights)
             model(ids_of(rank, step)).backward()
             for name, p in model.named_parameters():
                 assert p.grad is not None
-                if name.startswith("layer") or (architecture == "dense" and step):
-                    part = p.grad * (sizes[rank] / max(sizes) / world_size)
-                    sums[name] += part.to(bucket_dtype(p.dtype, wire)).float()
+                if name.startswith(reduced):
+                    part = p.grad * (parts[rank] / world_size)
+                    sums[name] += world_size * part.to(bucket_dtype(p.dtype, wire)).float()
+                elif merges == 1:
+                    sums[name] += parts[rank] * there_and_back(p.grad, wire)
                 else:
-                    sums[name] += there_and_back(p.grad, wire) * (sizes[rank] / sum(sizes))
+                    machine = rank // merges, name
+                    of_machine[machine] = of_machine.get(machine, torch.zeros(())) + parts[rank] * p.grad
+        for (_, name), total in of_machine.items():
+            sums[name] += there_and_back(total, wire)
         for name, total in sums.items():
-            if name.startswith("layer") or (architecture == "dense" and step):
-                total = total.to(bucket_dtype(total.dtype, wire)).float() * (world_size * max(sizes) / sum(sizes))
-            weights[name] -= LR * total
+            if name.startswith(reduced):
+                total = world_size * (total / world_size).to(bucket_dtype(total.dtype, wire)).float()
+            weights[name] -= LR * total / sum(parts)
     return weights
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@rounding
-def test_training_is_that_of_one_device_that_rounds(wire: WireDtype, architecture: str) -> None:
-    world_size = 3
-    expected = rounded_on_one_device(world_size, wire, architecture)
-    plain = rounded_on_one_device(world_size, "float32", architecture)
+def check_trained(wire: WireDtype, architecture: str, world_size: int, per_machine: int = 1) -> None:
+    expected = rounded_on_one_device(world_size, wire, architecture, per_machine)
+    plain = rounded_on_one_device(world_size, "float32", architecture, per_machine)
     found = ranks.run(world_size, trained, wire, ARCHITECTURES[architecture])
     for values in found:
         for name, value in values.items():
             assert torch.equal(value, found[0][name]), f"{name} differs between ranks"
             off = float((value - expected[name]).abs().max())
             assert off < 0.05 * float((plain[name] - expected[name]).abs().max()), f"{name} is {off:.2g} off"
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@rounding
+def test_training_is_that_of_one_device_that_rounds(wire: WireDtype, architecture: str) -> None:
+    check_trained(wire, architecture, 3)
+
+
+@pytest.mark.parametrize("wire", ["bfloat16", "int8"])
+def test_what_a_machine_has_added_up_is_rounded_once(wire: WireDtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANKS_PER_MACHINE", "2")
+    check_trained(wire, "hybrid", 4, per_machine=2)
 
 
 def large_buckets(wire: WireDtype) -> list[torch.Tensor]:

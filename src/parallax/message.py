@@ -126,7 +126,7 @@ _NO_RENORM = -1.0
 def pack(
     request: Request, tables: Sequence[Table], fixed: Sequence[int], world_size: int, wire: WireDtype = "float32"
 ) -> tuple[list[list[int]], list[Column]]:
-    """For each rank a header, of `fixed` and what there is to say of each of `tables`; and what follows it, gradients as
+    """For each rank a header, of `fixed` and what there is to say of each of `tables`; and what follows, gradients as
     `wire` says."""
     asks = {ask.table: ask for ask in request.asks}
     pushes = {push.table: push for push in request.pushes}
