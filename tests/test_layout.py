@@ -20,6 +20,7 @@ ORDER = [
     "planner",
     "search",
     "simulate",
+    "wire",
     "mesh",
     "comm",
     "table",

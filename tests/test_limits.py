@@ -34,6 +34,11 @@ ELSEWHERE = {
     ),
     "a program that leaves a loop over `shard(...)` early and ends, as by a count of batches, while another rank "
     "trains on": ("test_uneven.py", "test_programs_that_count_batches"),
+    "`Config`s that differ between ranks (`timeout` and `init` may)": ("test_wire.py", "test_ranks_that_differ_stop"),
+    '`parallax.verify` with `Config(wire_dtype=...)` other than "float32", or `lazy_rows`': (
+        "test_wire.py",
+        "test_verify_says_that_it_compares_exact_numbers",
+    ),
 }
 """Tests that are in other files."""
 

@@ -12,6 +12,7 @@ if TYPE_CHECKING:  # plans are also made where nobody waits for PyTorch: `parall
 Architecture = Literal["hybrid", "allreduce"]
 Reduction = Literal["mean", "sum"]
 SparseAllreduce = Literal["gather", "dense"]
+WireDtype = Literal["float32", "bfloat16", "float16", "int8"]
 FixedPlacement = Literal["allreduce", "gather", "sharded"]
 
 
@@ -31,6 +32,15 @@ class Config:
     """"mean": gradients are averaged over the samples of all workers' batches, which is what one device
     computes on the batches put together. "sum": gradients of the workers are added. The rule is the same
     for dense and sparse parameters."""
+
+    wire_dtype: WireDtype = "float32"
+    """How the rows that training looks up, their gradients, and gradients of dense parameters travel between workers.
+    "float32": as they are in memory, whatever their dtype, so nothing is lost. **The others round, so the result is no
+    longer that of one device.** "bfloat16" and "float16": cast to 16 bits, where that is smaller; float16 has the finer
+    steps, but gradients below 6e-8 vanish in it and those above 65504 become infinite. "int8": a row is a scale
+    (max|row| / 127 in float32) and a byte for each element; rows of up to 4 elements, and gradients of dense
+    parameters, travel as bfloat16. A row is rounded wherever it is used, on its owner too; sums, weights, optimizer
+    state and all that is read outside of training (evaluation, whole tables, norms, checkpoints) are not."""
 
     lazy_rows: bool = False
     """Optimizers update only those rows of a looked-up parameter whose gradient is not zero, and only these rows'
@@ -65,6 +75,7 @@ class Config:
         _check_choice("architecture", self.architecture, get_args(Architecture))
         _check_choice("sparse_allreduce", self.sparse_allreduce, get_args(SparseAllreduce))
         _check_choice("reduction", self.reduction, get_args(Reduction))
+        _check_choice("wire_dtype", self.wire_dtype, get_args(WireDtype))
         if not isinstance(self.lazy_rows, bool):
             raise ValueError(f"Config.lazy_rows: expected True or False, got {self.lazy_rows!r}")
         if self.lazy_rows and (self.architecture, self.sparse_allreduce) == ("allreduce", "dense"):

@@ -13,43 +13,61 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 
+from parallax.config import WireDtype
 from parallax.plan import ParameterProfile, Placement, Use
 from parallax.topology import Coefficients, Topology
 
 ID_BYTES = 4
 """Bytes of a row's id on the wire."""
+SCALE_BYTES = 4
+"""Bytes of the scale of a row that travels as int8."""
 
 
-def bytes_per_step(profile: ParameterProfile, placement: Placement, world_size: int) -> float:
+def wire_row(width: int, itemsize: int, wire: WireDtype) -> tuple[WireDtype, int]:
+    """How a row of `width` elements of `itemsize` bytes travels, and its bytes: as `Config.wire_dtype` says ("float32":
+    as it is in memory), or in another way that is not larger and loses less."""
+    ways: dict[WireDtype, int] = {"float32": width * itemsize}
+    if wire == "int8":
+        ways |= {"bfloat16": 2 * width, "int8": width + SCALE_BYTES}
+    elif wire != "float32":
+        ways[wire] = 2 * width
+    way = min(ways, key=lambda w: ways[w])  # of equal ones the first
+    return way, ways[way]
+
+
+def bytes_per_step(
+    profile: ParameterProfile, placement: Placement, world_size: int, wire: WireDtype = "float32"
+) -> float:
     """Bytes that one worker sends in one step for a parameter, on average over the workers.
 
     Args:
         profile: the parameter; `alpha` and whether it is trainable count.
         placement: where it lives.
         world_size: N, at least 1.
+        wire: `Config.wire_dtype`.
     """
     if placement is Placement.ALLREDUCE:
-        return allreduce_bytes(profile, world_size)
+        return allreduce_bytes(profile, world_size, wire)
     if placement is Placement.GATHER:
-        return gather_bytes(profile, world_size)
+        return gather_bytes(profile, world_size, wire)
     if placement is Placement.SHARDED:
-        return sharded_bytes(profile, world_size)
+        return sharded_bytes(profile, world_size, wire)
     return 0.0
 
 
-def allreduce_bytes(profile: ParameterProfile, world_size: int) -> float:
+def allreduce_bytes(profile: ParameterProfile, world_size: int, wire: WireDtype = "float32") -> float:
     """2w(N-1)/N: a ring passes each part of the gradient on N-1 times to add it up, and N-1 times to hand it
     out (arXiv 1808.02621, table 3, dense by AllReduce: 4w(N-1)/N sent and received)."""
-    return 2 * profile.num_bytes * (world_size - 1) / world_size
+    return 2 * _bucket_bytes(profile, wire) * (world_size - 1) / world_size
 
 
-def gather_bytes(profile: ParameterProfile, world_size: int) -> float:
+def gather_bytes(profile: ParameterProfile, world_size: int, wire: WireDtype = "float32") -> float:
     """alpha·w(N-1), and one id per row: the touched rows of the gradient go to every other worker
     (arXiv 1808.02621, table 3, sparse by AllGather: 2·alpha·w(N-1) sent and received; ids not counted)."""
-    return _rows_touched(profile) * (profile.row_bytes + ID_BYTES) * (world_size - 1)
+    return _rows_touched(profile) * (_row_bytes(profile, wire) + ID_BYTES) * (world_size - 1)
 
 
-def sharded_bytes(profile: ParameterProfile, world_size: int) -> float:
+def sharded_bytes(profile: ParameterProfile, world_size: int, wire: WireDtype = "float32") -> float:
     """2·alpha·w(N-1)/N, and one id per row (arXiv 1808.02621, table 3, sparse by a parameter server, its rows
     spread evenly: 4·alpha·w(N-1)/N sent and received; ids not counted).
 
@@ -59,7 +77,7 @@ def sharded_bytes(profile: ParameterProfile, world_size: int) -> float:
     """
     num_remote = _rows_touched(profile) * (world_size - 1) / world_size
     num_rows_sent = 2 if profile.trainable else 1
-    return num_remote * (num_rows_sent * profile.row_bytes + _id_bytes(profile))
+    return num_remote * (num_rows_sent * _row_bytes(profile, wire) + _id_bytes(profile))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +104,7 @@ def parameter_cost(
     coefficients: Coefficients,
     *,
     owners: Sequence[int] = (),
+    wire: WireDtype = "float32",
 ) -> Cost:
     """What one parameter adds to a step, without what is shared by all parameters of a placement (`shared_cost`).
 
@@ -93,13 +112,14 @@ def parameter_cost(
         owners: rank of each partition, for SHARDED; default: one partition for each worker. With a parameter that
             is used whole, SHARDED is the parameter server of a dense parameter: everybody pulls all of it and pushes
             a gradient for all of it.
+        wire: `Config.wire_dtype`. What rounding takes is not reckoned with.
     """
     if placement is Placement.ALLREDUCE:
-        return _allreduce(profile, topology, coefficients)
+        return _allreduce(profile, topology, coefficients, wire)
     if placement is Placement.GATHER:
-        return _gather(profile, topology, coefficients)
+        return _gather(profile, topology, coefficients, wire)
     if placement is Placement.SHARDED:
-        return _sharded(profile, topology, coefficients, owners or topology.owners(topology.world_size))
+        return _sharded(profile, topology, coefficients, owners or topology.owners(topology.world_size), wire)
     return Cost(work=_update(profile, profile.num_rows, 1, coefficients) if profile.use else 0.0)
 
 
@@ -143,10 +163,10 @@ def _num_waits(num_bytes: float, world_size: int, c: Coefficients) -> float:
     return full * waits(c.bucket_bytes) + (waits(rest) if rest else 0)
 
 
-def _allreduce(profile: ParameterProfile, topology: Topology, c: Coefficients) -> Cost:
+def _allreduce(profile: ParameterProfile, topology: Topology, c: Coefficients, wire_dtype: WireDtype) -> Cost:
     """A ring over all workers, machine by machine, so that one stream leaves each machine."""
     n, size = topology.world_size, profile.num_bytes
-    sent = 2 * size * (n - 1) / n
+    sent = allreduce_bytes(profile, n, wire_dtype)
     links = ([topology.between] if topology.machines > 1 else []) + ([topology.inside] if topology.workers > 1 else [])
     wire = max((links_.allreduce.seconds(sent) for links_ in links), default=0.0)
     looked_up = size / c.fresh + _rows_touched(profile) * profile.row_bytes / c.merge
@@ -156,9 +176,9 @@ def _allreduce(profile: ParameterProfile, topology: Topology, c: Coefficients) -
     return Cost(wire, work, sent if topology.machines > 1 else 0.0)
 
 
-def _gather(profile: ParameterProfile, topology: Topology, c: Coefficients) -> Cost:
+def _gather(profile: ParameterProfile, topology: Topology, c: Coefficients, wire_dtype: WireDtype) -> Cost:
     n, m, k = topology.world_size, topology.machines, topology.workers
-    row = profile.row_bytes + ID_BYTES
+    row = _row_bytes(profile, wire_dtype) + ID_BYTES
     mine = _rows_touched(profile)
     if c.merges_gathers:
         ours = profile.alpha_by_machine(k) * profile.num_rows
@@ -172,9 +192,11 @@ def _gather(profile: ParameterProfile, topology: Topology, c: Coefficients) -> C
     return Cost(wire, work + _update(profile, profile.num_rows, n, c), leaves)
 
 
-def _sharded(profile: ParameterProfile, topology: Topology, c: Coefficients, owners: Sequence[int]) -> Cost:
+def _sharded(
+    profile: ParameterProfile, topology: Topology, c: Coefficients, owners: Sequence[int], wire_dtype: WireDtype
+) -> Cost:
     n, m, k = topology.world_size, topology.machines, topology.workers
-    row, id_bytes = profile.row_bytes, _id_bytes(profile)
+    row, id_bytes = _row_bytes(profile, wire_dtype), _id_bytes(profile)
     gradient = row if profile.trainable else 0
     mine = _rows_touched(profile)
     asked = profile.alpha_by_machine(k) * profile.num_rows if c.merges_machines else k * mine
@@ -199,10 +221,11 @@ def _sharded(profile: ParameterProfile, topology: Topology, c: Coefficients, own
     wire = topology.between.rounds.seconds(busiest) + topology.inside.rounds.seconds(inside)
     held = min(1.0, max(by_worker) * profile.skew)
     served = held * (m * asked)
-    work = mine * row / c.merge + len(owners) * c.partition
+    rows = 2 if profile.trainable else 1
+    work = mine * profile.row_bytes / c.merge + len(owners) * c.partition
     if id_bytes:
         work += (mine + served) / c.ids
-    work += served * (row + gradient) / c.merge
+    work += served * rows * profile.row_bytes / c.merge
     return Cost(wire, work + _update(profile, max(by_worker) * profile.num_rows, n, c), busiest)
 
 
@@ -213,6 +236,16 @@ def _update(profile: ParameterProfile, num_held: float, world_size: int, c: Coef
     if profile.sparse_gradient and Use.DENSE not in profile.use:
         return profile.alpha_of(world_size) * num_held * profile.row_bytes / c.update_rows
     return num_held * profile.row_bytes * (1 / c.fresh + 1 / c.update)
+
+
+def _row_bytes(profile: ParameterProfile, wire: WireDtype) -> int:
+    """Of a row, or of its gradient, on the wire."""
+    return wire_row(profile.numel // max(profile.num_rows, 1), profile.itemsize, wire)[1]
+
+
+def _bucket_bytes(profile: ParameterProfile, wire: WireDtype) -> int:
+    """Of a gradient in a bucket that travels."""
+    return profile.num_bytes if wire == "float32" else profile.numel * min(profile.itemsize, 2)
 
 
 def _id_bytes(profile: ParameterProfile) -> int:

@@ -4,7 +4,8 @@ A bucket is one flat buffer: the gradients of its parameters, then for each para
 gradient, then the weight of this rank in the mean, whether it is out of data, and its position (to notice ranks
 that are out of step, as there are no rounds in a model without tables); for a parameter with COO
 gradients also which rows have one. So which parameters a step used on any rank, and what to divide by, come
-with the gradients and cost no message of their own. Buckets are launched in the plan's order on every rank.
+with the gradients and cost no message of their own (but where gradients are rounded for the wire, and these numbers
+must not be). Buckets are launched in the plan's order on every rank.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import torch
 from torch import nn
 
 from parallax.comm import Comm, Reduction
+from parallax.config import WireDtype
 from parallax.hooks import ParameterHooks
+from parallax.wire import bucket_dtype
 
 FIRST_BUCKET_BYTES = 2**20
 """The first bucket is small, so that the first AllReduce starts early."""
@@ -30,7 +33,9 @@ NUM_FACTS = 6
 class Bucket:
     """A flat buffer for gradients of one dtype and device."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], sparse: Collection[nn.Parameter]) -> None:
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], sparse: Collection[nn.Parameter], wire: WireDtype = "float32"
+    ) -> None:
         self.parameters = list(parameters)
         first = parameters[0]
         numel = sum(p.numel() for p in parameters)
@@ -48,7 +53,12 @@ class Bucket:
         """Many small gradients: copied together when the last is there, not one by one."""
         self.num_missing = len(parameters)
         self.here = [False] * len(parameters)
-        self.reduction: Reduction | None = None
+        self._rounded: torch.Tensor | None = None
+        """The gradients as they travel, if not in the buffer."""
+        dtype = bucket_dtype(first.dtype, wire)
+        if dtype is not first.dtype:
+            self._rounded = torch.empty(numel, dtype=dtype, device=first.device)
+        self.reductions: list[Reduction] = []
 
     def fill(self, i: int, scale: float) -> None:
         """The gradient of the i-th parameter into the buffer, times `scale`; zeros if there is none."""
@@ -79,10 +89,26 @@ class Bucket:
             for i in range(len(self.here)):
                 self.fill(i, scale)
 
+    def launch(self, comm: Comm) -> None:
+        """Starts the sum over all ranks."""
+        if self._rounded is None:
+            self.reductions = [comm.all_reduce(self.buffer)]
+        else:
+            self._rounded.copy_(self.gradients)
+            exact = self.buffer[self.gradients.numel() :]
+            self.reductions = [comm.all_reduce(self._rounded), comm.all_reduce(exact)]
+
+    def wait(self, comm: Comm) -> None:
+        """Until the sum, which is the same on all ranks bit by bit, is in the buffer."""
+        for reduction in self.reductions:
+            comm.wait(reduction)
+        if self._rounded is not None:
+            self.gradients.copy_(self._rounded)
+
     def reset(self) -> None:
         self.num_missing = len(self.parameters)
         self.here = [False] * len(self.parameters)
-        self.reduction = None
+        self.reductions.clear()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,6 +144,7 @@ class DenseGradients:
         parameters: Sequence[nn.Parameter],
         *,
         bucket_bytes: float,
+        wire: WireDtype = "float32",
         mean: bool,
         sparse: Collection[nn.Parameter],
         before: dict[nn.Parameter, torch.Tensor],
@@ -127,6 +154,7 @@ class DenseGradients:
         Args:
             parameters: in the order in which their gradients are expected; the same on all ranks.
             bucket_bytes: a bucket is full when its gradients reach this size.
+            wire: how gradients travel; the same on all ranks.
             mean: divide by the sum of the weights (gradients come scaled by 1 / world size).
             sparse: those whose gradients are COO tensors.
             before: gradients of earlier backward passes, set aside while new ones are on their way.
@@ -134,7 +162,7 @@ class DenseGradients:
                 are neither seen by hooks nor added to earlier ones.
         """
         self._comm, self._mean = comm, mean
-        self.buckets = [Bucket(group, sparse) for group in _fill(parameters, bucket_bytes)]
+        self.buckets = [Bucket(group, sparse, wire) for group in _fill(parameters, bucket_bytes)]
         self._place = {id(p): (b, i) for b in self.buckets for i, p in enumerate(b.parameters)}
         self._next = 0
         self._before, self._hooks = before, hooks
@@ -162,7 +190,7 @@ class DenseGradients:
         if not bucket.here[i]:
             bucket.here[i] = True
             bucket.num_missing -= 1
-        elif bucket.reduction is not None:
+        elif bucket.reductions:
             raise NotImplementedError(
                 "its gradient came again after it was sent, as that of a parameter used in several segments under "
                 "checkpoint(..., use_reentrant=True) does, or after a backward pass that failed; use "
@@ -182,8 +210,7 @@ class DenseGradients:
         totals = None
         self.used.clear()
         for bucket in self.buckets:
-            assert bucket.reduction is not None
-            self._comm.wait(bucket.reduction)
+            bucket.wait(self._comm)
             *num_here, weight, num_out, x, xx, y, yy = bucket.tail.real.tolist()
             n, mine = self._comm.world_size, contribution.position
             together = all(  # no variance
@@ -204,7 +231,7 @@ class DenseGradients:
             facts = (c.weight, float(c.out), *(float(p**e) for p in c.position for e in (1, 2)))
             tail = torch.tensor([*map(float, bucket.here), *facts], dtype=bucket.tail.dtype)
             bucket.tail.copy_(tail, non_blocking=True)  # on CUDA, a blocking copy would wait for the backward pass
-            bucket.reduction = self._comm.all_reduce(bucket.buffer)
+            bucket.launch(self._comm)
             self._next += 1
 
     def _set_gradients(self, bucket: Bucket, used: Sequence[bool]) -> None:

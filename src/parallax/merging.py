@@ -4,6 +4,7 @@ For the rows of each rank on another machine, one worker here, the *agent*, talk
 of the machine (an owner on this machine is asked itself). What is a round otherwise then has five parts: the workers
 tell agents which rows they want and what gradients they have; agents put the wishes together and add the gradients up;
 agents run the round; rows are leased on to the workers that asked. To an owner, an agent is a worker like any other.
+What stays on the machine is not rounded for the wire (`Config.wire_dtype`).
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ class Merging:
             for i, table in enumerate(tables):
                 at = 1 + PER_TABLE * i
                 parts = [h[at : at + PER_TABLE] for h in headers]
-                arrivals.append(Arrival(table, parts, torch.int64, [number(h[0]) for h in headers]))
+                scales = [number(h[0]) for h in headers]
+                arrivals.append(Arrival(table, parts, torch.int64, scales=scales))
             return [column for arrival in arrivals for column in arrival.columns]
 
         self._comm.exchange(headers, columns, make_room, self._comm.members)

@@ -14,8 +14,10 @@ from collections.abc import Callable, Collection, Sequence
 
 import torch
 
+from parallax.config import WireDtype
 from parallax.mesh import Column
 from parallax.table import Incoming, Push, Table, scaled
+from parallax.wire import decode, encode, new_encoded
 
 
 class Flag:
@@ -122,9 +124,10 @@ _NO_RENORM = -1.0
 
 
 def pack(
-    request: Request, tables: Sequence[Table], fixed: Sequence[int], world_size: int
+    request: Request, tables: Sequence[Table], fixed: Sequence[int], world_size: int, wire: WireDtype = "float32"
 ) -> tuple[list[list[int]], list[Column]]:
-    """For each rank a header, of `fixed` and what there is to say of each of `tables`; and what follows it."""
+    """For each rank a header, of `fixed` and what there is to say of each of `tables`; and what follows, gradients as
+    `wire` says."""
     asks = {ask.table: ask for ask in request.asks}
     pushes = {push.table: push for push in request.pushes}
     columns: list[Column] = []
@@ -141,7 +144,9 @@ def pack(
         if push is not None:
             marks |= _SOME if push.positions is not None else 0
             brought, unleased = push.grads.spans, push.ids.spans if push.ids is not None else unleased
-            columns += (column for column in (push.ids, push.positions, push.grads) if column is not None)
+            columns += (column for column in (push.ids, push.positions) if column is not None)
+            grads, spans = push.grads.tensor, push.grads.spans
+            columns += (Column(part, spans) for part in encode(grads, _wire_of_push(table, wire)))
         tail = (marks, bits(renorm[0]), bits(renorm[1]))
         for r, header in enumerate(headers):
             num_leased = leased[r][1] - leased[r][0]
@@ -161,16 +166,18 @@ class Arrival:
         table: Table,
         headers: Sequence[Sequence[int]],
         id_dtype: torch.dtype,
+        wire: WireDtype = "float32",
         scales: Sequence[float] = (),
     ) -> None:
         """
         Args:
             headers: what each rank's header says of this table.
             id_dtype: of what names the rows that are asked for.
+            wire: how gradients and rows on lease travel.
             scales: for each rank, what its gradients are to be multiplied with (`gradients`).
         """
         self.table = table
-        self._headers, self._scales = headers, scales
+        self._headers, self._wire, self._scales = headers, wire, scales
         num_asked = [h[_ASKED] for h in headers]
         self._num_pushed = [max(0, h[_PUSHED]) for h in headers]
         num_some = [n if h[_MARKS] & _SOME else 0 for h, n in zip(headers, self._num_pushed, strict=True)]
@@ -179,13 +186,14 @@ class Arrival:
         """Of each rank, those on lease first."""
         self._some = Column.split(new(sum(num_some), dtype=torch.int32), num_some)
         """Which of its leases a rank brings gradients for."""
-        grads = new(sum(self._num_pushed), table.push_width, dtype=table.dtype)
-        self._grads = Column.split(grads, self._num_pushed)
+        wire = _wire_of_push(table, wire)
+        self._grads = new_encoded(sum(self._num_pushed), table.push_width, table.dtype, wire, table.device)
+        """Encoded."""
 
     @property
     def columns(self) -> list[Column]:
         """What is filled with what follows the headers."""
-        return [self.ids, self._some, self._grads]
+        return [self.ids, self._some, *(Column.split(part, self._num_pushed) for part in self._grads)]
 
     @property
     def renorms(self) -> set[tuple[float, float] | None]:
@@ -202,7 +210,8 @@ class Arrival:
         # Gradients first: those of all leases are of the leases before this round.
         if self._is_pushed:
             table.pushed = True
-            table.receive(Incoming(self._rows_pushed(table.leases), self._grads.tensor, self._num_pushed))
+            grads = decode(self._grads, table.dtype)
+            table.receive(Incoming(self._rows_pushed(table.leases), grads, self._num_pushed))
         self.lease(self.ids.tensor, table.leases)
         for source, h in enumerate(self._headers):
             if h[_ASKED] and h[_MAX_NORM] != bits(_NO_RENORM):
@@ -225,7 +234,7 @@ class Arrival:
         """(what `leases` has for each row gradient that came, the row gradients times their rank's scale)."""
         if not self._is_pushed:
             return None
-        grads = scaled(self._grads.tensor, self._scales, self._num_pushed, self.table.width)
+        grads = scaled(decode(self._grads, self.table.dtype), self._scales, self._num_pushed, self.table.width)
         return self._rows_pushed(leases), grads
 
     @property
@@ -244,18 +253,33 @@ class Arrival:
         return torch.cat(positions) if positions else self.ids.tensor[:0]
 
     def rows(self, of: Sequence[bool], read: Callable[[Table, int], torch.Tensor], field: int) -> list[Column]:
-        """For each rank that `of` names, the rows that it asked for; nothing if none of them did."""
+        """For each rank that `of` names, the rows that it asked for, those on lease encoded; nothing if none of them
+        did."""
         num_rows = [h[_ASKED] if wanted else 0 for h, wanted in zip(self._headers, of, strict=True)]
         if not self.table.sharded or not any(num_rows):
             return []
-        ids = self.ids.tensor
-        if not all(of):
-            ids = torch.cat([self.ids.part(source) for source, wanted in enumerate(of) if wanted])
-        return [Column.split(read(self.table, field).index_select(0, ids), num_rows)]
+        num_leased = [h[_LEASED] if wanted else 0 for h, wanted in zip(self._headers, of, strict=True)]
+        held = read(self.table, field)
+        columns: list[Column] = []
+        kinds: list[tuple[WireDtype, list[int], list[int]]] = [
+            (self._wire, [0] * len(of), num_leased),
+            ("float32", num_leased, num_rows),
+        ]
+        for wire, starts, ends in kinds:
+            ids = [self.ids.part(source)[a:b] for source, (a, b) in enumerate(zip(starts, ends, strict=True))]
+            if any(map(len, ids)):
+                encoded = encode(held.index_select(0, torch.cat(ids)), wire)
+                columns += (Column.split(part, map(len, ids)) for part in encoded)
+        return columns
 
     def dropped_by(self, done: Sequence[bool]) -> bool:
         """`Request.dropped` on all ranks that are done."""
         return all(h[_MARKS] & _DROPPED for h, d in zip(self._headers, done, strict=True) if d)
+
+
+def _wire_of_push(table: Table, wire: WireDtype) -> WireDtype:
+    """How row gradients travel: a count of lookups behind them must not be rounded."""
+    return "float32" if table.by_frequency else wire
 
 
 def bits(value: float) -> int:

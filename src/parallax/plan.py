@@ -149,12 +149,13 @@ class Plan:
     `profiles` is what they were made from, in the same order; `topology` and `coefficients` are the links and the speed
     of machines, if these were known. `compute_seconds` is what forward and backward of a step take a worker, without
     exchange and optimizer, if that was measured, and `units_per_worker` the samples (words, images) that a worker
-    trains on in a step.
+    trains on in a step. `wire_dtype` is `Config.wire_dtype`, with one worker "float32": nothing travels.
     """
 
     world_size: int
     architecture: str
     parameters: tuple[ParameterPlan, ...]
+    wire_dtype: str = "float32"
     profiles: tuple[ParameterProfile, ...] = ()
     topology: Topology | None = None
     coefficients: Coefficients | None = None
@@ -192,6 +193,7 @@ class Plan:
             {
                 "world_size": self.world_size,
                 "architecture": self.architecture,
+                "wire_dtype": self.wire_dtype,
                 "parameters": [_plain(p) for p in self.parameters],
                 "profiles": [_plain(p) for p in self.profiles],
                 "topology": json.loads(self.topology.to_json()) if self.topology else None,
@@ -210,6 +212,7 @@ class Plan:
             return Plan(
                 world_size=data["world_size"],
                 architecture=data["architecture"],
+                wire_dtype=data["wire_dtype"],
                 parameters=tuple(_read(ParameterPlan, row) for row in data["parameters"]),
                 profiles=tuple(_read(ParameterProfile, row) for row in data["profiles"]),
                 topology=None if topology is None else Topology.from_json(json.dumps(topology)),
@@ -252,7 +255,8 @@ class Plan:
             ]
         return "\n".join(
             [
-                f"plan for {counted(self.world_size, 'worker')}, architecture {self.architecture} "
+                f"plan for {counted(self.world_size, 'worker')}, architecture {self.architecture}"
+                f"{'' if self.wire_dtype == 'float32' else f', rows and gradients rounded to {self.wire_dtype}'} "
                 f"(bytes/step: what one worker sends in one step)",
                 *aligned([head, *rows], right=("alpha", "bytes/step", "predicted")),
                 self._totals(),

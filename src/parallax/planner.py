@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
-from parallax.config import Config
+from parallax.config import Config, WireDtype
 from parallax.cost import bytes_per_step, parameter_cost, shared_cost
 from parallax.plan import ParameterPlan, ParameterProfile, Placement, Plan, Use, format_bytes, format_seconds
 from parallax.topology import Coefficients, Topology
@@ -36,7 +36,7 @@ def make_plan(
     Args:
         profiles: every parameter once, in the model's order.
         world_size: number of workers, at least 1.
-        config: `architecture`, `sparse_allreduce`, `lazy_rows`, `placements` and `partitions` count.
+        config: `architecture`, `sparse_allreduce`, `wire_dtype`, `lazy_rows`, `placements` and `partitions` count.
         topology: the machines and links.
         coefficients: what work costs.
         partitions: number of partitions by name, where it is not `config.partitions`: what a search has found.
@@ -49,13 +49,14 @@ def make_plan(
     coefficients = coefficients or Coefficients()
     if topology is not None:
         topology.check_fits(world_size)
+    wire = config.wire_dtype
     _check_patterns(config.placements, [profile.name for profile in profiles])
     decided = [_decide(profile, world_size, config) for profile in profiles]
     counts = {p.name: (partitions or {}).get(p.name) or config.partitions or world_size for p in profiles}
     owners = {name: _owners(topology, count, world_size) for name, count in counts.items()}
     if topology is None:
         plans = [
-            _plan(profile, placement, reason, owners[profile.name], world_size)
+            _plan(profile, placement, reason, owners[profile.name], world_size, wire)
             for profile, (placement, reason) in zip(profiles, decided, strict=True)
         ]
     else:
@@ -64,6 +65,7 @@ def make_plan(
         world_size=world_size,
         architecture=config.architecture,
         parameters=tuple(plans),
+        wire_dtype=wire if world_size > 1 else "float32",
         profiles=tuple(profiles),
         topology=topology,
         coefficients=coefficients if topology is not None else None,
@@ -82,6 +84,7 @@ def _plan(
     reason: str,
     owners: tuple[int, ...],
     world_size: int,
+    wire: WireDtype,
     seconds: float | None = None,
     runner_up: tuple[Placement, float] | None = None,
 ) -> ParameterPlan:
@@ -93,12 +96,12 @@ def _plan(
         alpha=profile.alpha,
         placement=placement,
         owners=owners if placement is Placement.SHARDED else (),
-        bytes_per_step=bytes_per_step(profile, placement, world_size),
+        bytes_per_step=bytes_per_step(profile, placement, world_size, wire),
         reason=reason,
         seconds=seconds,
         runner_up=other,
         runner_up_seconds=other_seconds,
-        runner_up_bytes=None if other is None else bytes_per_step(profile, other, world_size),
+        runner_up_bytes=None if other is None else bytes_per_step(profile, other, world_size, wire),
     )
 
 
@@ -124,7 +127,10 @@ def _cheapest(
         for profile, (placement, _) in zip(profiles, decided, strict=True)
     ]
     costs = [
-        {way: parameter_cost(p, way, topology, coefficients, owners=owners[p.name]) for way in possible}
+        {
+            way: parameter_cost(p, way, topology, coefficients, owners=owners[p.name], wire=config.wire_dtype)
+            for way in possible
+        }
         for p, possible in zip(profiles, choices, strict=True)
     ]
 
@@ -149,7 +155,11 @@ def _cheapest(
                 f"{_seen(profile, config)}: {HOW[way]}, {format_seconds(seconds)} of a step predicted; "
                 f"{HOW[runner_up[0]]} {format_seconds(runner_up[1])}"
             )
-        plans.append(_plan(profile, way, reason, owners[profile.name], topology.world_size, seconds, runner_up))
+        plans.append(
+            _plan(
+                profile, way, reason, owners[profile.name], topology.world_size, config.wire_dtype, seconds, runner_up
+            )
+        )
     return plans
 
 
@@ -271,7 +281,7 @@ def _decide_looked_up(profile: ParameterProfile, world_size: int, config: Config
     else:
         here, there = Placement.ALLREDUCE, Placement.GATHER
         how = "architecture 'allreduce' with sparse_allreduce='dense' reduces the whole gradient"
-    costs = _cost(profile, here, world_size), _cost(profile, there, world_size)
+    costs = [_cost(profile, placement, world_size, config) for placement in (here, there)]
     return here, f"{seen}: {how}, {costs[0]}; {HOW[there]} {costs[1]}"
 
 
@@ -307,7 +317,7 @@ def _decide_meta(profile: ParameterProfile, world_size: int, config: Config) -> 
     elif not profile.use:
         reason += "; not used yet"
     elif profile.use is Use.LOOKUP:
-        cost = _cost(profile, Placement.SHARDED, world_size)
+        cost = _cost(profile, Placement.SHARDED, world_size, config)
         reason += f"; a worker touches {_rows(profile)} in a step, {cost}"
     if Use.DENSE in profile.use:
         reason += "; it is also used whole, and each whole read gathers it from all workers"
@@ -332,5 +342,5 @@ def _rows(profile: ParameterProfile) -> str:
     return f"{touched} of {profile.num_rows:,} rows (alpha {profile.alpha:.3g})"
 
 
-def _cost(profile: ParameterProfile, placement: Placement, world_size: int) -> str:
-    return format_bytes(bytes_per_step(profile, placement, world_size))
+def _cost(profile: ParameterProfile, placement: Placement, world_size: int, config: Config) -> str:
+    return format_bytes(bytes_per_step(profile, placement, world_size, config.wire_dtype))

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from parallax.comm import Comm, DisagreementError, ParallaxError
+from parallax.config import WireDtype
 from parallax.merging import Merging
 from parallax.mesh import Column
 from parallax.message import (
@@ -36,6 +37,7 @@ from parallax.message import (
     pack,
 )
 from parallax.table import Table
+from parallax.wire import decode, new_encoded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,17 +63,21 @@ class Round:
 class Rounds:
     """Runs rounds over the tables of a run."""
 
-    def __init__(self, comm: Comm, fields: Callable[[Table, int], torch.Tensor | None]) -> None:
+    def __init__(
+        self, comm: Comm, fields: Callable[[Table, int], torch.Tensor | None], wire: WireDtype = "float32"
+    ) -> None:
         """
         Args:
             fields: the tensors of a table that can be read by rows, by number: 0 is the weight, 1 the gradient, then
                 come entries of optimizer state; shape (rows held, ...). The same on all ranks.
+            wire: how rows on lease and gradients travel; the same on all ranks. What is just read is exact.
         """
         self.comm = comm
         self.merging = Merging(comm)
         self.describe_settings: Callable[[], str] = lambda: "no step"
         self.tables: list[Table] = []
         self.fields = fields
+        self.wire = wire
         self.num_rounds = 0
         self.version = 0
         """Number of optimizer steps and other changes; ranks that differ in it are not training the same model."""
@@ -102,7 +108,7 @@ class Rounds:
                 return []
             for i, table in enumerate(self.tables):
                 at = FIXED + PER_TABLE * i
-                arrivals.append(Arrival(table, [h[at : at + PER_TABLE] for h in headers], table.id_dtype))
+                arrivals.append(Arrival(table, [h[at : at + PER_TABLE] for h in headers], table.id_dtype, self.wire))
             sizes = [h[BLOB] for h in headers]
             blob = Column.split(torch.empty(sum(sizes), dtype=torch.uint8, device=self.comm.device), sizes)
             blobs.extend(map(blob.part, range(len(headers))))
@@ -133,7 +139,7 @@ class Rounds:
 
     def _pack(self, request: Request) -> tuple[list[list[int]], list[Column]]:
         fixed = self._fixed(request, 0 if request.blob is None else request.blob.numel())
-        return pack(request, self.tables, fixed, self.comm.world_size)
+        return pack(request, self.tables, fixed, self.comm.world_size, self.wire)
 
     def _fixed(self, request: Request, num_blob_bytes: int) -> list[int]:
         """The part of a header that does not depend on the tables."""
@@ -208,17 +214,15 @@ class Rounds:
         if request.want is Want.NORMS:
             norms = torch.empty(len(headers), len(self.tables), dtype=torch.float64, device=self.comm.device)
             room.append(Column.split(norms, [1] * len(headers)))
-        rows = {}
+        rows: dict[Table, tuple[list[torch.Tensor], torch.Tensor]] = {}
         for ask in sorted(request.asks, key=lambda ask: self.tables.index(ask.table)):  # as owners answer
             like = self._field(ask.table, request.field)
-            both = [
-                Column(like.new_empty(len(column.tensor), like.shape[1]), column.spans)
-                for column in (ask.leased, ask.unleased)
-            ]
-            rows[ask.table] = both[0].tensor, both[1].tensor
-            room += both
+            leased = new_encoded(len(ask.leased.tensor), like.shape[1], like.dtype, self.wire, like.device)
+            others = like.new_empty(len(ask.unleased.tensor), like.shape[1])
+            room += [*(Column(part, ask.leased.spans) for part in leased), Column(others, ask.unleased.spans)]
+            rows[ask.table] = leased, others
         self.comm.swap(answers, room)
-        return [rows[ask.table] for ask in request.asks], norms
+        return [(decode(rows[a.table][0], a.table.dtype), rows[a.table][1]) for a in request.asks], norms
 
     def _field(self, table: Table, field: int) -> torch.Tensor:
         """Field number `field` of the rows held here, shape (rows held, elements of a row)."""

@@ -28,7 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._pytree import tree_flatten
 
 from parallax.comm import Comm, DisagreementError, ParallaxError, PeerError
-from parallax.config import Config
+from parallax.config import Config, WireDtype
 from parallax.dense import Contribution, DenseGradients, Totals, accumulate
 from parallax.hooks import ParameterHooks
 from parallax.lookup import Lookups
@@ -42,6 +42,7 @@ from parallax.rounds import Round, Rounds
 from parallax.samples import Samples
 from parallax.scalers import Scalers
 from parallax.startup import (
+    check_same_config,
     check_same_model,
     check_same_optimizers,
     device_of,
@@ -136,7 +137,8 @@ class Runtime:
         self._uncompiled = contextlib.ExitStack()
         """Open while `torch.compile` waits for the first plan."""
 
-        self.rounds = Rounds(self.comm, self._field)
+        self._wire: WireDtype = config.wire_dtype if self.comm.world_size > 1 else "float32"
+        self.rounds = Rounds(self.comm, self._field, self._wire)
         self.rounds.merging.scale = self._merging_scale
         self.lookups = Lookups(
             self._run_round,
@@ -202,6 +204,7 @@ class Runtime:
                     make_rows(self.comm, model, table, (0,), config)
             return
         with self._failing():
+            check_same_config(self.comm, config)
             check_same_model(self.comm, self.profiles)
             self.comm.broadcast([p.data for p in self.names if not p.is_meta] + list(model.buffers()))
             self._adopt_parameters()
@@ -690,6 +693,7 @@ class Runtime:
             self.comm,
             parameters,
             bucket_bytes=self.config.bucket_mb * 2**20,
+            wire=self._wire,
             mean=self.config.reduction == "mean",
             sparse=self._sparse,
             before=self._before,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import zlib
 from collections.abc import Mapping, Sequence
 
@@ -45,6 +46,23 @@ def first_profiles(model: nn.Module) -> dict[str, ParameterProfile]:
             by_frequency=p in by_frequency,
         )
     return profiles
+
+
+OWN_SETTINGS = {"init", "timeout"}
+"""Fields of a `Config` in which ranks may differ."""
+
+
+def check_same_config(comm: Comm, config: Config) -> None:
+    names = [field.name for field in dataclasses.fields(config) if field.name not in OWN_SETTINGS]
+    mine = {name: getattr(config, name) for name in names}
+    for other, theirs in enumerate(comm.all_gather(mine)):
+        differing = [name for name in names if theirs[name] != mine[name]]
+        if differing:
+            name = differing[0]
+            raise DisagreementError(
+                f"rank {comm.rank}: Config.{name} differs from that of rank {other}: {mine[name]!r} here, "
+                f"{theirs[name]!r} there. Every rank must give parallax.distribute the same settings"
+            )
 
 
 def check_same_model(comm: Comm, profiles: Mapping[str, ParameterProfile]) -> None:

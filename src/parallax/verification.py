@@ -235,6 +235,10 @@ def verify(
     config = dataclasses.replace(config or Config(), init=None)
     if config.lazy_rows:
         raise ValueError("parallax.verify: Config.lazy_rows is other mathematics than one device's; leave it out")
+    if config.wire_dtype != "float32":
+        raise ValueError(
+            "parallax.verify: Config.wire_dtype rounds what travels, so nothing would be equal; leave it out"
+        )
     target = factory if isinstance(factory, str) else _name_of(factory)
     put_together = _joined if join is None else _load(join) if isinstance(join, str) else join
     with _in_a_world_of_its_own(), tempfile.TemporaryDirectory(prefix="parallax-verify-") as folder:
