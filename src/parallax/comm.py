@@ -81,8 +81,7 @@ class Reduction:
 
     buffer: torch.Tensor
     work: dist.Work | None = None
-    shards: Sequence[torch.Tensor] = ()
-    """The buffer's parts, by the rank that sums them; if it goes over the mesh."""
+    """None: it goes over the mesh, or there is one rank only."""
 
 
 _runs = itertools.count()
@@ -138,6 +137,11 @@ class Comm:
         )
         """For each rank, which worker of this machine (its number in `members`) talks to it for all of them; empty if
         every worker talks to every rank itself."""
+        self._levels: list[Sequence[int]] = [range(self.world_size)]
+        """Groups of ranks among which small buckets are summed, one after the other: those of this machine, then one
+        of each machine."""
+        if shared and all(machines.count(machine) == len(self.members) for machine in machines):
+            self._levels = [self.members, [r for r, place in enumerate(places) if place == places[self.rank]]]
         self._mesh: Mesh | None = None
         if self.world_size > 1 and device.type == "cpu":
             with self._watching("connecting to the other ranks"):
@@ -196,40 +200,60 @@ class Comm:
         """Starts summing `buffer` over all ranks, in place."""
         if self.world_size == 1:
             return Reduction(buffer)
-        self.sent.dense += 2 * buffer.nbytes * (self.world_size - 1) // self.world_size
         with self._watching("starting an AllReduce"):
             if self._mesh is None or buffer.nbytes > DIRECT_BYTES:
+                self.sent.dense += 2 * buffer.nbytes * (self.world_size - 1) // self.world_size
                 return Reduction(buffer, dist.all_reduce(buffer, group=self._buckets, async_op=True))
-            shards = buffer.tensor_split(self.world_size)
-            for peer in self.peers:
-                self._mesh.send(peer, Kind.SHARD, [memory_of(shards[peer])])
-            return Reduction(buffer, shards=shards)
+            part = buffer.nbytes
+            for group in self._levels:
+                num_bytes = 2 * part * (len(group) - 1) // len(group)
+                part //= len(group)
+                if group is self._levels[-1]:
+                    self.sent.dense += num_bytes
+                else:
+                    self.sent.inside += num_bytes
+            self._scatter(self._mesh, buffer, self._levels[0])
+            return Reduction(buffer)
 
     def wait(self, reduction: Reduction) -> torch.Tensor:
         if reduction.work is not None:
             with self._watching("waiting for an AllReduce"):
                 reduction.work.wait()
         elif self._mesh is not None:
-            self._sum(self._mesh, reduction.shards)
+            with self._watching("waiting for an AllReduce") as waiting:
+                self._sum(self._mesh, reduction.buffer, self._levels, waiting)
+                self._mesh.finish()
         return reduction.buffer
 
-    def _sum(self, mesh: Mesh, shards: Sequence[torch.Tensor]) -> None:
-        own = shards[self.rank]
-        parts = own.new_empty(self.world_size, len(own))
-        parts[self.rank] = own
-        rows = Column.split(parts, [1] * self.world_size)
-        with self._watching("waiting for an AllReduce") as waiting:
-            for peer, memory in enumerate(rows.memory()):
-                if peer != self.rank:
-                    waiting.on(peer)
-                    mesh.receive(peer, Kind.SHARD, [memory])
-            torch.sum(parts, 0, out=own)  # in rank order; half precision is summed in single
-            for peer in self.peers:
-                mesh.send(peer, Kind.SUM, [memory_of(own)])
-            for peer in self.peers:
+    def _scatter(self, mesh: Mesh, buffer: torch.Tensor, group: Sequence[int]) -> None:
+        """To each rank of a group its part of what is to be summed."""
+        for peer, shard in zip(group, buffer.tensor_split(len(group)), strict=True):
+            if peer != self.rank:
+                mesh.send(peer, Kind.SHARD, [memory_of(shard)])
+
+    def _sum(self, mesh: Mesh, buffer: torch.Tensor, levels: Sequence[Sequence[int]], waiting: _Waiting) -> None:
+        """Sums what `_scatter` has sent, each part on one rank; on several levels, the sums of groups after that."""
+        group, *further = levels
+        shards = buffer.tensor_split(len(group))
+        me = group.index(self.rank)
+        own = shards[me]
+        parts = own.new_empty(len(group), len(own))
+        parts[me] = own
+        for peer, memory in zip(group, Column.split(parts, [1] * len(group)).memory(), strict=True):
+            if peer != self.rank:
                 waiting.on(peer)
-                mesh.receive(peer, Kind.SUM, [memory_of(shards[peer])])
-            mesh.finish()
+                mesh.receive(peer, Kind.SHARD, [memory])
+        torch.sum(parts, 0, out=own)  # in rank order; half precision is summed in single
+        if further:
+            self._scatter(mesh, own, further[0])
+            self._sum(mesh, own, further, waiting)
+        for peer in group:
+            if peer != self.rank:
+                mesh.send(peer, Kind.SUM, [memory_of(own)])
+        for peer, shard in zip(group, shards, strict=True):
+            if peer != self.rank:
+                waiting.on(peer)
+                mesh.receive(peer, Kind.SUM, [memory_of(shard)])
 
     # -- rounds -------------------------------------------------------------------------------------
 
