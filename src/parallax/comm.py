@@ -82,6 +82,8 @@ class Reduction:
     buffer: torch.Tensor
     work: dist.Work | None = None
     """None: it goes over the mesh, or there is one rank only."""
+    levels: Sequence[Sequence[int]] = ()
+    """Groups of ranks among which it is summed, one after the other."""
 
 
 _runs = itertools.count()
@@ -204,16 +206,18 @@ class Comm:
             if self._mesh is None or buffer.nbytes > DIRECT_BYTES:
                 self.sent.dense += 2 * buffer.nbytes * (self.world_size - 1) // self.world_size
                 return Reduction(buffer, dist.all_reduce(buffer, group=self._buckets, async_op=True))
+            # In 16 bits, what a machine has added up would be rounded once more.
+            levels = self._levels if buffer.itemsize >= 4 else [range(self.world_size)]
             part = buffer.nbytes
-            for group in self._levels:
+            for group in levels:
                 num_bytes = 2 * part * (len(group) - 1) // len(group)
                 part //= len(group)
-                if group is self._levels[-1]:
+                if group is levels[-1]:
                     self.sent.dense += num_bytes
                 else:
                     self.sent.inside += num_bytes
-            self._scatter(self._mesh, buffer, self._levels[0])
-            return Reduction(buffer)
+            self._scatter(self._mesh, buffer, levels[0])
+            return Reduction(buffer, levels=levels)
 
     def wait(self, reduction: Reduction) -> torch.Tensor:
         if reduction.work is not None:
@@ -221,7 +225,7 @@ class Comm:
                 reduction.work.wait()
         elif self._mesh is not None:
             with self._watching("waiting for an AllReduce") as waiting:
-                self._sum(self._mesh, reduction.buffer, self._levels, waiting)
+                self._sum(self._mesh, reduction.buffer, reduction.levels, waiting)
                 self._mesh.finish()
         return reduction.buffer
 
