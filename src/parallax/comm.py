@@ -8,6 +8,7 @@ worker there is no process group and every call is a local copy.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import datetime
@@ -144,6 +145,8 @@ class Comm:
         of each machine."""
         if shared and all(machines.count(machine) == len(self.members) for machine in machines):
             self._levels = [self.members, [r for r, place in enumerate(places) if place == places[self.rank]]]
+        self._own_posts: collections.deque[tuple[tuple[int, ...], Sequence[memoryview] | None]] = collections.deque()
+        """What this rank posted to itself."""
         self._mesh: Mesh | None = None
         if self.world_size > 1 and device.type == "cpu":
             with self._watching("connecting to the other ranks"):
@@ -280,8 +283,8 @@ class Comm:
         Returns:
             The headers that came.
         """
-        received = [tuple(header) for header in headers]
         if self._mesh is None:
+            received = [tuple(header) for header in headers]
             if self.world_size > 1:
                 self.sent.headers += 8 * len(headers[0]) * len(self.peers)
                 mine = torch.tensor(headers, dtype=torch.int64).to(self.device)
@@ -291,34 +294,81 @@ class Comm:
                 received = [tuple(header) for header in inbox.tolist()]
             self.swap(outgoing, make_room(received))
             return received
-        mesh, ranks, peers = self._mesh, *self._ranks(members)
+        ranks, _ = self._ranks(members)
+        own = self._post(Kind.ROUND, headers, outgoing, members)
+        sources = list(enumerate(ranks))
+        own_header = tuple(headers[ranks.index(self.rank)])
+        return self._collect(Kind.ROUND, sources, len(headers[0]), make_room, own, own_header)
+
+    def post(self, headers: Sequence[Sequence[int]], outgoing: Sequence[Column]) -> None:
+        """Sends a header and what it announces to each rank, which takes it in later (`collect`); on the CPU."""
+        self._own_posts.append((tuple(headers[self.rank]), self._post(Kind.EARLY, headers, outgoing)))
+
+    def collect(
+        self,
+        sources: Sequence[int],
+        num_numbers: int,
+        make_room: Callable[[list[tuple[int, ...]]], Sequence[Column]],
+    ) -> None:
+        """Takes in what these ranks posted, from each the first that was not taken in yet.
+
+        Args:
+            num_numbers: in a header.
+            make_room: as in `exchange`, told the headers of `sources`; its columns have parts for these only.
+        """
+        header, own = self._own_posts.popleft() if self.rank in sources else ((), None)
+        self._collect(Kind.EARLY, list(enumerate(sources)), num_numbers, make_room, own, header)
+
+    def _post(
+        self, kind: Kind, headers: Sequence[Sequence[int]], outgoing: Sequence[Column], members: Sequence[int] = ()
+    ) -> Sequence[memoryview]:
+        """Returns what follows the header for this rank itself."""
+        assert self._mesh is not None
+        ranks, peers = self._ranks(members)
         numbers = struct.Struct(f"<{len(headers[0])}q")
         messages = list(zip(*(column.memory() for column in outgoing), strict=True)) or [()] * len(ranks)
-        header = memoryview(bytearray(numbers.size))
-        sizes = [0] * len(ranks)
         with self._watching("sending a round") as waiting:
             for i, peer in peers:
                 waiting.on(peer)
-                mesh.send(peer, Kind.ROUND, [numbers.pack(*headers[i]), *messages[i]])
+                self._mesh.send(peer, kind, [numbers.pack(*headers[i]), *messages[i]])
         self._count([messages[i] for i, _ in peers], numbers.size * len(peers), bool(members))
+        return messages[ranks.index(self.rank)]
+
+    def _collect(
+        self,
+        kind: Kind,
+        sources: Sequence[tuple[int, int]],
+        num_numbers: int,
+        make_room: Callable[[list[tuple[int, ...]]], Sequence[Column]],
+        own: Sequence[memoryview] | None,
+        own_header: tuple[int, ...] = (),
+    ) -> list[tuple[int, ...]]:
+        mesh = self._mesh
+        assert mesh is not None
+        numbers = struct.Struct(f"<{num_numbers}q")
+        header = memoryview(bytearray(numbers.size))
+        sizes = [0] * len(sources)
+        received = [own_header] * len(sources)
         with self._watching("waiting for a round") as waiting:
-            for i, peer in peers:
-                waiting.on(peer)
-                sizes[i] = mesh.open(peer, Kind.ROUND)
-                mesh.read(peer, [header])
-                received[i] = numbers.unpack(header)
+            for i, peer in sources:
+                if peer != self.rank:
+                    waiting.on(peer)
+                    sizes[i] = mesh.open(peer, kind)
+                    mesh.read(peer, [header])
+                    received[i] = numbers.unpack(header)
         room = make_room(received)
-        inboxes = list(zip(*(column.memory() for column in room), strict=True)) or [()] * len(ranks)
+        inboxes = list(zip(*(column.memory() for column in room), strict=True)) or [()] * len(sources)
         with self._watching("waiting for a round's ids and gradients") as waiting:
-            for i, peer in peers:
-                waiting.on(peer)
-                announced = numbers.size + sum(map(len, inboxes[i]))
-                if sizes[i] != announced:
-                    raise OSError(f"{sizes[i]} bytes came where the header announced {announced}")
-                mesh.read(peer, inboxes[i])
+            for i, peer in sources:
+                if peer != self.rank:
+                    waiting.on(peer)
+                    announced = numbers.size + sum(map(len, inboxes[i]))
+                    if sizes[i] != announced:
+                        raise OSError(f"{sizes[i]} bytes came where the header announced {announced}")
+                    mesh.read(peer, inboxes[i])
             mesh.finish()
-        own = ranks.index(self.rank)
-        _copy(messages[own], inboxes[own])
+        if own is not None:
+            _copy(own, inboxes[[peer for _, peer in sources].index(self.rank)])
         return received
 
     def swap(self, outgoing: Sequence[Column], room: Sequence[Column], members: Sequence[int] = ()) -> None:

@@ -49,6 +49,10 @@ class Config:
     updates row by row. Counters such as Adam's `step` are the table's, not a row's. Tables that are also used whole
     are updated as ever. On one worker it means the same."""
 
+    overlap: bool = True
+    """Row gradients of a table leave as soon as backward has them all, while it goes on with what comes before. The
+    numbers are the same either way."""
+
     timeout: float = 600.0
     """Seconds to wait for a silent worker before all workers stop with an error; more than 0."""
 

@@ -169,6 +169,11 @@ class DenseGradients:
         self.used: list[nn.Parameter] = []
         """Those with a gradient on any rank in the backward pass that was finished last."""
 
+    @property
+    def all_launched(self) -> bool:
+        """Nothing more is expected in the backward pass that is running."""
+        return self._next == len(self.buckets)
+
     def knows(self, parameter: nn.Parameter) -> bool:
         return id(parameter) in self._place
 

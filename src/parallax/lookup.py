@@ -259,7 +259,8 @@ class _Apply(torch.autograd.Function):
                     )
                 )
             lookup.table.contribute(lookup.window, lookup.slots(), grads)
-            ctx.lookups.on_backward()
+            lookup.table.num_open -= 1
+            ctx.lookups.on_backward(lookup.table)
         return None, weight_grad, None, None
 
 
@@ -285,7 +286,7 @@ class Lookups:
         self,
         run_round: Callable[[Request], Round],
         *,
-        on_backward: Callable[[], None],
+        on_backward: Callable[[Table], None],
         on_samples: Callable[[int], None],
         on_use: Callable[..., None],
         before_read: Callable[[], None],
@@ -294,7 +295,7 @@ class Lookups:
         """
         Args:
             run_round: one round with the other ranks.
-            on_backward: told when a backward pass has reached a lookup.
+            on_backward: told when a backward pass has reached a lookup, of which table.
             on_samples: told the leading dimension of each lookup's ids.
             on_use: told as `on_use(table, lookup=...)` before a table is looked up or after it was used otherwise.
             before_read: told before something of whole tables is read.
@@ -324,6 +325,7 @@ class Lookups:
             lookup.resolve(table.flat(table.data), lookup.ids, None)
             return lookup.value()
         self._pending.append(lookup)
+        table.num_open += lookup.trainable
         result = Deferred(lookup, self)
         if lookup.renorm is not None:  # it changes rows, whether or not its result is used
             self.flush()

@@ -44,7 +44,9 @@ class Kind(enum.IntEnum):
     """A rank's part of what is to be summed, to the rank that sums it (`Comm.all_reduce`)."""
     SUM = 2
     """The sum."""
-    FAILED = 3
+    EARLY = 3
+    """Gradients that need not wait for the next round, which tells of them (`Comm.post`)."""
+    FAILED = 4
     """The sender has failed; nothing follows."""
 
 

@@ -113,14 +113,19 @@ class Request:
     """Tables whose gradient, as it was before these pushes, has been dropped or zeroed here."""
 
 
-FIXED = 9
-VERSION, FLAGS, WEIGHT, LOOP, WANT, FIELD, ORDER, SETTINGS, BLOB = range(FIXED)
+FIXED = 10
+VERSION, FLAGS, WEIGHT, LOOP, WANT, FIELD, ORDER, SETTINGS, BLOB, EARLY = range(FIXED)
 PER_TABLE = 6
 _ASKED, _LEASED, _PUSHED, _MARKS, _MAX_NORM, _NORM_TYPE = range(PER_TABLE)
 _SOME, _DROPPED = 1, 2
 """Bits of _MARKS: gradients for some of the leases only; `Request.dropped`."""
 _NOT_PUSHED = -1
 _NO_RENORM = -1.0
+
+
+def nothing_of_a_table() -> tuple[int, ...]:
+    """What a header says of a table that a rank has nothing to do with."""
+    return 0, 0, _NOT_PUSHED, 0, bits(_NO_RENORM), bits(2.0)
 
 
 def pack(

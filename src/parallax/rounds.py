@@ -18,6 +18,7 @@ from parallax.merging import Merging
 from parallax.mesh import Column
 from parallax.message import (
     BLOB,
+    EARLY,
     FIELD,
     FIXED,
     FLAGS,
@@ -33,10 +34,11 @@ from parallax.message import (
     Request,
     Want,
     bits,
+    nothing_of_a_table,
     number,
     pack,
 )
-from parallax.table import Table
+from parallax.table import Push, Table
 from parallax.wire import decode, new_encoded
 
 
@@ -79,6 +81,8 @@ class Rounds:
         self.fields = fields
         self.wire = wire
         self.num_rounds = 0
+        self._num_early = 0
+        """Pushes of this rank that no round has told of."""
         self.version = 0
         """Number of optimizer steps and other changes; ranks that differ in it are not training the same model."""
         self.settings = 0
@@ -114,10 +118,12 @@ class Rounds:
             blobs.extend(map(blob.part, range(len(headers))))
             return [column for arrival in arrivals for column in arrival.columns] + [blob]
 
-        received = self.comm.exchange(*self._pack(request), make_room)
+        message, self._num_early = self._pack(request), 0
+        received = self.comm.exchange(*message, make_room)
         self.num_rounds += 1
         flags = [h[FLAGS] for h in received]
         self._check(received, flags)
+        self._collect([h[EARLY] for h in received])
         for arrival in arrivals:
             arrival.note()
         rows, norms = self._swap(request, received, arrivals)
@@ -129,6 +135,39 @@ class Rounds:
             blobs=blobs,
             dropped={a.table for a in arrivals if a.dropped_by([bool(f & Flag.DONE) for f in flags])},
         )
+
+    @property
+    def can_push_early(self) -> bool:
+        return self.comm.can_tell and not self.comm.merges  # workers of one machine first add up
+
+    def push_early(self, push: Push) -> None:
+        """Sends gradients at once; they count from the next round on, which tells the others of them."""
+        number = self.tables.index(push.table)
+        self.comm.post(*pack(Request(pushes=[push]), [push.table], [number], self.comm.world_size, self.wire))
+        self._num_early += 1
+
+    def _collect(self, num_early: Sequence[int]) -> None:
+        """Takes in what each rank has pushed early."""
+        for i in range(max(num_early)):
+            self._collect_from([rank for rank, n in enumerate(num_early) if n > i])
+
+    def _collect_from(self, sources: Sequence[int]) -> None:
+        arrivals: list[Arrival] = []
+
+        def make_room(headers: Sequence[Sequence[int]]) -> list[Column]:
+            for which in dict.fromkeys(h[0] for h in headers):
+                parts = [nothing_of_a_table()] * self.comm.world_size
+                for source, h in zip(sources, headers, strict=True):
+                    if h[0] == which:
+                        parts[source] = tuple(h[1:])
+                table = self.tables[which]
+                arrivals.append(Arrival(table, parts, table.id_dtype, self.wire))
+            columns = [column for arrival in arrivals for column in arrival.columns]
+            return [Column(c.tensor, [c.spans[source] for source in sources]) for c in columns]
+
+        self.comm.collect(sources, 1 + PER_TABLE, make_room)
+        for arrival in arrivals:
+            arrival.note()
 
     def fail(self, seconds: float) -> None:
         """In place of a round: the other ranks, wherever they are, get to know that this rank has failed."""
@@ -153,6 +192,7 @@ class Rounds:
             bits(request.order),
             self.settings,
             num_blob_bytes,
+            self._num_early,
         ]
 
     # -- incoming -----------------------------------------------------------------------------------

@@ -142,7 +142,7 @@ class Runtime:
         self.rounds.merging.scale = self._merging_scale
         self.lookups = Lookups(
             self._run_round,
-            on_backward=self._on_backward,
+            on_backward=self._on_row_gradients,
             on_samples=self._on_samples,
             on_use=self._on_use,
             before_read=self._before_read,
@@ -387,6 +387,16 @@ class Runtime:
             self._queued, self.phase = True, Phase.BACKWARD
             torch.autograd.Variable._execution_engine.queue_callback(self._close)
 
+    def _on_row_gradients(self, table: Table) -> None:
+        """A table has got gradients; if they are its last while others are to come, they leave now."""
+        self._on_backward()
+        if not self.config.overlap or table.num_open or not table.can_push_early or not self.rounds.can_push_early:
+            return
+        if not self.dense.all_launched or any(t.num_open and t.sharded for t in self.tables.values()):
+            push = table.collect()
+            assert push is not None
+            self.rounds.push_early(push)
+
     @as_it_is
     def _close(self) -> None:
         """The end of a backward pass: from here on `.grad` means what it means on one device."""
@@ -408,6 +418,8 @@ class Runtime:
                 if stale is not None:
                     self.lookups.lease_keys(table, stale)
             pushes = [push for table in tables if (push := table.collect()) is not None]
+            for table in tables:
+                table.num_open = 0
             if self._needs_rounds() or self._keeping:
                 local = Flag.LOCAL if self._keeps_dense() else 0
                 flags = Flag.DONE | self._news() | local

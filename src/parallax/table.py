@@ -20,6 +20,10 @@ SKIPPED = -1
 """In the slots of a contribution: this gradient belongs to no row (padding)."""
 
 
+EARLY_BYTES = 2**16
+"""Gradients of this size need not wait for the end of the backward pass."""
+
+
 class Partitioning:
     """Row r lives in partition r mod P, and partition p on rank `owners[p]`: plain arithmetic, no table of rows.
 
@@ -228,6 +232,8 @@ class Table:
         """Per rank, the positions leased to it since the weights last changed, oldest first."""
         self.contributions: list[Contribution] = []
         self.incoming: list[Incoming] = []
+        self.num_open = 0
+        """Lookups whose gradient may still come in the next backward pass."""
         self.pushed = False
         """A rank used this table in the step that is being closed."""
 
@@ -339,6 +345,12 @@ class Table:
         keys = torch.empty_like(c.window.keys)
         keys[c.window.slots] = c.window.keys
         return keys
+
+    @property
+    def can_push_early(self) -> bool:
+        """There are gradients worth a message of their own, for rows that were leased since the weights changed."""
+        large = len(self.window) * self.row_bytes >= EARLY_BYTES
+        return self.sharded and large and all(c.window is self.window for c in self.contributions)
 
     def collect(self) -> Push | None:
         """Merges this rank's contributions into one gradient per row; None if the table was not used."""
