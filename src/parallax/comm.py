@@ -74,6 +74,10 @@ class Sent:
     inside: int = 0
     """To workers of the same machine, to merge what goes to others."""
 
+    @property
+    def total(self) -> int:
+        return self.headers + self.tables + self.dense
+
 
 @dataclasses.dataclass(frozen=True)
 class Reduction:
@@ -109,6 +113,8 @@ class Comm:
         self.device = device
         self.timeout = timeout
         self.sent = Sent()
+        self.seconds = 0.0
+        """Time that went into talking, or waiting for others."""
         self.where: Callable[[], str] = lambda: "starting"
         """Says how far this rank's training is, for errors of ranks that wait for each other in vain."""
         self.started_group = False
@@ -423,9 +429,10 @@ class Comm:
     @contextlib.contextmanager
     def _watching(self, doing: str) -> Iterator[_Waiting]:
         """Breakdowns in here are told in our words. What it gives is to be told on which rank it waits."""
-        waiting = _Waiting()
+        waiting, entered = _Waiting(), time.monotonic()
         try:
             yield waiting
+            self.seconds += time.monotonic() - entered
         except FailedError as error:
             raise self.peer_error(str(error), patience=2.0) from None
         except (RuntimeError, OSError) as error:
