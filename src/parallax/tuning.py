@@ -20,7 +20,7 @@ from torch import nn
 
 from parallax import cache
 from parallax.comm import Comm
-from parallax.config import Config
+from parallax.config import Config, WireDtype
 from parallax.cost import parameter_cost, shared_cost
 from parallax.links import machines_of
 from parallax.moves import Moves
@@ -198,7 +198,7 @@ class Tuning:
         drifted = any(map(_has_drifted, before.profiles, self._profiles.values()))
         if plan.topology is None or not drifted or not self._steady:
             plan = _staying(before, plan)
-        self._put(_with_measured(plan, everyone))
+        self._put(_with_measured(plan, everyone, self._config.wire_dtype))
 
     def _unwatch(self) -> None:
         self._reduced = {}
@@ -317,7 +317,7 @@ def _has_drifted(before: ParameterProfile, now: ParameterProfile) -> bool:
     return many > DRIFT * few and now.use is Use.LOOKUP
 
 
-def _with_measured(plan: Plan, everyone: Sequence[_Watched]) -> Plan:
+def _with_measured(plan: Plan, everyone: Sequence[_Watched], wire: WireDtype) -> Plan:
     """`plan` with what steps took, on average over the ranks, and are predicted to take."""
     if not all(watched.laps for watched in everyone):
         return plan
@@ -344,5 +344,7 @@ def _with_measured(plan: Plan, everyone: Sequence[_Watched]) -> Plan:
     )
     if plan.topology is None:
         return plan
-    prediction = predict(model_of_plan(plan, "this model"), topology, {p.name: p.placement for p in plan})
+    prediction = predict(
+        model_of_plan(plan, "this model"), topology, {p.name: p.placement for p in plan}, plan.wire_dtype
+    )
     return dataclasses.replace(plan, step_seconds=prediction.step_seconds)
