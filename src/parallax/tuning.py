@@ -344,7 +344,5 @@ def _with_measured(plan: Plan, everyone: Sequence[_Watched], wire: WireDtype) ->
     )
     if plan.topology is None:
         return plan
-    prediction = predict(
-        model_of_plan(plan, "this model"), topology, {p.name: p.placement for p in plan}, plan.wire_dtype
-    )
+    prediction = predict(model_of_plan(plan, "this model"), topology, {p.name: p.placement for p in plan}, wire)
     return dataclasses.replace(plan, step_seconds=prediction.step_seconds)
