@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -185,6 +186,25 @@ def test_tables_move_when_alpha_drifts(
 
 def test_a_nearly_dense_table_is_reduced_from_the_start(tmp_path: Path) -> None:
     assert check_drifting(2, tmp_path, [True] * 3) == "wa"
+
+
+def compiled_step(case: oracle.Case, model: Any, optimizers: Any, batch: Any, number: int) -> Any:
+    compiled = torch.compile(model, backend="eager")  # of the same code each time: its graphs are kept
+    optimizers[0].zero_grad()
+    case.loss(compiled, batch).backward()
+    optimizers[0].step()
+
+
+def compiled(*arguments: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch's own code
+        return trained(*arguments, step=compiled_step)
+
+
+def test_tables_move_under_compiled_graphs(tmp_path: Path) -> None:
+    many = [False] * 7 + [True] * 5 + [False] * 5
+    warnings.simplefilter("ignore")
+    assert check_drifting(2, tmp_path, many, job=compiled, step=compiled_step) == "wsas"
 
 
 def two_losses(case: oracle.Case, model: Any, optimizers: Any, batch: Any, number: int) -> Any:

@@ -22,7 +22,7 @@ class Traffic:
     round_header_bytes: int = 0
     """Bytes sent in headers of rounds; per round they depend on the number of tables and ranks alone."""
     table_bytes: int = 0
-    """Bytes sent for tables: ids, rows and row gradients."""
+    """Bytes sent for tables: ids, rows and row gradients, and rows that move to other owners."""
     dense_bytes: int = 0
     """Bytes sent for dense gradients, by a ring AllReduce."""
 
