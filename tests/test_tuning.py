@@ -82,7 +82,7 @@ class OneRank:
 
     def __init__(self) -> None:
         table = Table("w", nn.Parameter(torch.zeros(64, 2)), rank=0, world_size=4, device=torch.device("cpu"))
-        comm = SimpleNamespace(rank=0, world_size=4, all_gather=lambda value: [value])
+        comm = SimpleNamespace(rank=0, world_size=4, gather=lambda value: [value])
         profile = ParameterProfile(name="w", shape=(64, 2), itemsize=4, use=parallax.Use.LOOKUP, num_rows_touched=8)
         self.config = parallax.Config(partitions="search", search_share=0.1)
         self.plan = make_plan([profile], world_size=4, config=self.config)

@@ -32,7 +32,7 @@ RING_BYTES = 5 * 2**18
 
 def machines_of(comm: Comm) -> list[int]:
     """For each rank the number of its machine. All ranks call it together."""
-    names = comm.all_gather(machine_name())
+    names = comm.gather(machine_name())
     numbers = {name: i for i, name in enumerate(dict.fromkeys(names))}
     return [numbers[name] for name in names]
 
@@ -56,7 +56,7 @@ def find_topology(comm: Comm, wanted: str | os.PathLike[str]) -> Topology | None
                 text = Path(wanted).read_text()
             except OSError as e:
                 error = str(e)
-        text, error = comm.all_gather((text, error))[0]
+        text, error = comm.gather((text, error))[0]
         if text is None:
             raise ValueError(f"Config.topology: cannot read {str(wanted)!r}: {error}")
         topology = Topology.from_json(text)
@@ -67,8 +67,8 @@ def find_topology(comm: Comm, wanted: str | os.PathLike[str]) -> Topology | None
     if places != [rank // num_workers for rank in range(len(places))]:
         LOG.warning("parallax: links are not measured: machines have different numbers of workers, by rank %s", places)
         return None
-    key = f"{comm.all_gather(socket.gethostname())} {comm.device.type}"
-    known = comm.all_gather(cache.read("topology", key, MAX_AGE))[0] if wanted == "auto" else None  # rank 0's
+    key = f"{comm.gather(socket.gethostname())} {comm.device.type}"
+    known = comm.gather(cache.read("topology", key, MAX_AGE))[0] if wanted == "auto" else None  # rank 0's
     with contextlib.suppress(ValueError):
         return Topology.from_json(known or "")
     topology = measure(comm, num_machines, num_workers)
@@ -128,7 +128,7 @@ def _seconds(comm: Comm, run: Callable[[int], None], num_bytes: int) -> float:
         start = time.monotonic()
         run(num_bytes)
         took.append(time.monotonic() - start)
-    return min(max(by_rank) for by_rank in zip(*comm.all_gather(took), strict=True))
+    return min(max(by_rank) for by_rank in zip(*comm.gather(took), strict=True))
 
 
 def _send(comm: Comm, ranks: Sequence[int], num_bytes: int) -> None:

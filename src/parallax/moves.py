@@ -105,7 +105,7 @@ def move_table(table: Table, new: Partitioning | None, optimizers: Optimizers, c
     held = [table.data, *(state[key] for state, key in states), *([] if grad is None else [grad])]
     if table.sharded:  # copies are cut without asking anybody
         kinds = [(str(t.dtype), str(t.layout), tuple(t.shape[1:])) for t in held]
-        for other, theirs in enumerate(comm.all_gather(kinds)):
+        for other, theirs in enumerate(comm.gather(kinds)):
             if theirs != kinds:
                 raise DisagreementError(
                     f"rank {comm.rank}: the rows of {table.name!r} are about to move, but this rank holds {kinds} of "

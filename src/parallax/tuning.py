@@ -136,7 +136,7 @@ class Tuning:
         self._since = time.monotonic()
         try:
             if self._due:
-                everyone = self._comm.all_gather((mine, total))
+                everyone = self._comm.gather((mine, total))
                 agreed = Agreed(max(step for step, _ in everyone), max(total for _, total in everyone))
                 self._elapsed += agreed.total
                 self._due = self._process.send(agreed)
@@ -186,7 +186,7 @@ class Tuning:
             units=self._units(),
         )
         self._unwatch()
-        everyone = self._comm.all_gather(mine)
+        everyone = self._comm.gather(mine)
         earlier = dict(self._profiles)
         for name, table in tables.items():
             counted = [watched.counted[name] for watched in everyone]
@@ -221,9 +221,9 @@ class Tuning:
         """Tries numbers of partitions for tables of one shape, and keeps the best."""
         table, plan = self._tables[names[0]], self._plan()[names[0]]
         touched = round(math.log2(max(1.0, plan.alpha * table.num_rows)))
-        hosts = self._comm.all_gather(socket.gethostname())
+        hosts = self._comm.gather(socket.gethostname())
         key = f"{hosts} {table.shape} {table.dtype} {touched} {len(names)}"
-        known = self._comm.all_gather(cache.read("partitions", key))[0]  # rank 0's: others may have other files
+        known = self._comm.gather(cache.read("partitions", key))[0]  # rank 0's: others may have other files
         least = min(self._config.min_partitions, table.num_rows)
         with contextlib.suppress(ValueError):
             result = SearchResult.from_json(known or "")
