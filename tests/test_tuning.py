@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -145,3 +146,24 @@ def test_ranks_with_different_settings(field: str, value: Any, usual: Any) -> No
     assert (first.error, second.error) == ("DisagreementError", "DisagreementError")
     assert f"Config.{field} differs from that of rank 1: {usual!r} here, {value!r} there." in first.text
     assert f"Config.{field} differs from that of rank 0: {value!r} here, {usual!r} there." in second.text
+
+
+def failing_while_others_agree() -> None:
+    torch.manual_seed(0)
+    model = nn.Embedding(9, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    parallax.distribute(model, optimizer)
+    broken = mock.patch.object(tuning, "_Watched", side_effect=RuntimeError("broken"))
+    with broken if parallax.rank() == 1 else contextlib.nullcontext():
+        for _ in range(6):
+            optimizer.zero_grad()
+            model(torch.tensor([1, 2])).sum().backward()
+            optimizer.step()
+
+
+def test_a_rank_that_fails_while_others_agree() -> None:
+    first, second = ranks.run(2, failing_while_others_agree, expect_errors=True)
+    assert (second.error, second.text) == ("RuntimeError", "broken")
+    assert first.error == "PeerError"
+    assert first.text == "rank 0 stops because rank 1 failed with RuntimeError: broken"
+    assert first.seconds < 10
