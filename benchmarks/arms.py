@@ -30,7 +30,8 @@ def by_parallax(model: nn.Module, optimizer: torch.optim.Optimizer, **config: An
 
 
 ARMS: dict[str, tuple[bool, Callable[[nn.Module, torch.optim.Optimizer], nn.Module]]] = {
-    "hybrid": (True, by_parallax),
+    "hybrid": (True, lambda m, o: by_parallax(m, o, topology=None)),
+    "planned": (True, lambda m, o: by_parallax(m, o, topology="measure")),
     "allreduce-gather": (True, lambda m, o: by_parallax(m, o, architecture="allreduce", sparse_allreduce="gather")),
     "allreduce-dense": (True, lambda m, o: by_parallax(m, o, architecture="allreduce", sparse_allreduce="dense")),
     "ddp-sparse": (True, lambda m, o: DistributedDataParallel(m)),
@@ -66,6 +67,8 @@ def take_turn(args: Any, batches: list[Batch], group: Group, *, arm: str, repeat
     kind = MODELS[args.model]
     torch.manual_seed(0)
     plain = kind.make(args, sparse)
+    if arm == "planned":  # it measures links as it starts
+        group.ask("links limited")
     optimizer = torch.optim.Adagrad(plain.parameters(), lr=kind.lr, initial_accumulator_value=0.1)
     model, data = distributed(plain, optimizer), cycle(batches)
 

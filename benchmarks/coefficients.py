@@ -20,15 +20,21 @@ NUM_ROWS, WIDTH, NUM_IDS = 50_000, 256, 8_000
 
 def main() -> None:
     torch.set_num_threads(1)
-    torch.manual_seed(0)
     torch.sparse.check_sparse_tensor_invariants.disable()  # Adagrad's warning otherwise
+    for name, speed in measure().items():
+        print(f"{name:12} {speed:10.3g} per second (default {getattr(Coefficients(), name):.3g})")
+
+
+def measure() -> dict[str, float]:
+    """Speeds by the names of `Coefficients`."""
+    torch.manual_seed(0)
     table, other = torch.randn(2, NUM_ROWS, WIDTH)
     ids = torch.randint(NUM_ROWS, (NUM_IDS,))
     rows = table[ids]
     unique, slots = torch.unique(ids, return_inverse=True)
     picked = rows[: unique.numel()]
     sparse = torch.sparse_coo_tensor(unique[None], picked, table.shape, is_coalesced=True, check_invariants=False)
-    measured = {
+    return {
         "copy": table.nbytes / _seconds(lambda: torch.mul(table, 0.5, out=other)),
         "fresh": table.nbytes / _seconds(lambda: torch.zeros(NUM_ROWS, WIDTH)),
         "merge": 2 * rows.nbytes / _seconds(lambda: (table[ids], add_rows(rows, slots, unique.numel()))),
@@ -36,8 +42,6 @@ def main() -> None:
         "update_rows": picked.nbytes / _seconds(_step(table.clone(), sparse)),
         "ids": NUM_IDS / _seconds(lambda: torch.unique(ids, return_inverse=True)),
     }
-    for name, speed in measured.items():
-        print(f"{name:12} {speed:10.3g} per second (default {getattr(Coefficients(), name):.3g})")
 
 
 def _step(table: torch.Tensor, grad: torch.Tensor) -> Callable[[], object]:

@@ -152,12 +152,12 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def circumstances() -> dict[str, Any]:
+def circumstances(script: str = "evaluate.py") -> dict[str, Any]:
     peers = {name: peer.version for name, peer in PEERS.items() if peer.version is not None}
     ours = {name: metadata.version(name) for name in ("torch", "parallax-train")}
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "benchmarks/evaluate.py", *sys.argv[1:]]),
+        "command": shlex.join(["python", f"benchmarks/{script}", *sys.argv[1:]]),
         "machine": f"{cpu()}, {len(os.sched_getaffinity(0))} cores, Linux {platform.release()}",
         "versions": {"python": platform.python_version(), **ours, **peers},
     }

@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import inspect
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +25,9 @@ def test_defaults() -> None:
         "bucket_mb": 25.0,
         "placements": {},
         "partitions": None,
+        "min_partitions": 1,
+        "search_share": 0.05,
+        "topology": "auto",
         "init": None,
     }
 
@@ -42,6 +46,12 @@ def test_defaults() -> None:
         ("bucket_mb", 0.001),
         ("placements", {"embed*": "gather", "head.bias": "allreduce", "table": "sharded"}),
         ("partitions", 3),
+        ("partitions", "search"),
+        ("min_partitions", 2),
+        ("search_share", 1),
+        ("topology", None),
+        ("topology", "measure"),
+        ("topology", Path("links.json")),
         ("init", lambda name, rows: rows.zero_()),
     ],
 )
@@ -77,9 +87,15 @@ def test_allowed(field: str, value: Any) -> None:
         ),
         ("placements", {3: "gather"}, "Config.placements: expected patterns of names as keys, got 3"),
         ("placements", "gather", "Config.placements: expected a dict of name patterns, got 'gather'"),
-        ("partitions", 0, "Config.partitions: expected a whole number, at least 1, or None, got 0"),
-        ("partitions", 1.5, "Config.partitions: expected a whole number, at least 1, or None, got 1.5"),
-        ("partitions", True, "Config.partitions: expected a whole number, at least 1, or None, got True"),
+        ("partitions", 0, "Config.partitions: expected a whole number, at least 1, 'search' or None, got 0"),
+        ("partitions", 1.5, "Config.partitions: expected a whole number, at least 1, 'search' or None, got 1.5"),
+        ("partitions", True, "Config.partitions: expected a whole number, at least 1, 'search' or None, got True"),
+        ("partitions", "auto", "Config.partitions: expected a whole number, at least 1, 'search' or None, got 'auto'"),
+        ("min_partitions", 0, "Config.min_partitions: expected a whole number, at least 1, got 0"),
+        ("min_partitions", None, "Config.min_partitions: expected a whole number, at least 1, got None"),
+        ("search_share", 0, "Config.search_share: expected a number greater than 0, got 0"),
+        ("search_share", 1.1, "Config.search_share: expected at most 1, got 1.1"),
+        ("topology", 3, "Config.topology: expected 'auto' | 'measure', the path of a file, or None, got 3"),
         ("init", "zeros", "Config.init: expected a function of (name, rows) or None, got 'zeros'"),
     ],
 )
@@ -92,6 +108,11 @@ def test_not_allowed(field: str, value: Any, text: str) -> None:
 def test_lazy_rows_must_know_which_rows_were_looked_up() -> None:
     with pytest.raises(ValueError, match="which rows were looked up; use sparse_allreduce='gather'"):
         Config(lazy_rows=True, architecture="allreduce", sparse_allreduce="dense")
+
+
+def test_a_number_of_partitions_that_is_below_the_smallest() -> None:
+    with pytest.raises(ValueError, match=r"Config.partitions: expected at least Config.min_partitions=4, got 3"):
+        Config(partitions=3, min_partitions=4)
 
 
 def test_an_unknown_field_is_named() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from parallax.search import SearchResult, fit, search_partitions
+from parallax.search import SearchResult, fit, next_trial, search_partitions
 
 seconds = st.one_of(st.just(0.0), st.floats(1e-5, 10))
 
@@ -126,3 +126,13 @@ def test_limits_that_leave_nothing(arguments: dict[str, int], text: str) -> None
 def test_a_trial_without_a_time_is_named(wrong: float) -> None:
     with pytest.raises(ValueError, match="partition search: expected seconds of a step with 4 partitions, got"):
         search_partitions(lambda p: wrong, start=4, max_partitions=8)
+
+
+def test_one_trial_at_a_time() -> None:
+    curve = _curve(0.01, 0.8, 0.0005)
+    whole = search_partitions(curve, start=8, max_partitions=512)
+    samples: list[tuple[int, float]] = []
+    while isinstance(p := next_trial(samples, start=8, max_partitions=512), int):
+        samples.append((p, curve(p)))
+    assert p == whole
+    assert tuple(samples) == whole.samples

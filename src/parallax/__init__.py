@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from parallax.plan import Placement as Placement
     from parallax.plan import Plan as Plan
     from parallax.plan import Use as Use
-    from parallax.runtime import Traffic as Traffic
+    from parallax.profiling import Traffic as Traffic
     from parallax.verification import Report as Report
     from parallax.verification import verify as verify
 else:
@@ -34,7 +34,7 @@ else:
         "config": ["Config"],
         "data": ["shard"],
         "plan": ["Placement", "Plan", "Use"],
-        "runtime": ["Traffic"],
+        "profiling": ["Traffic"],
         "verification": ["Report", "verify"],
     }
     _FILE_OF = {name: file for file, names in _FILES.items() for name in names}

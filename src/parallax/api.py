@@ -13,7 +13,8 @@ from parallax import runtime
 from parallax.comm import DisagreementError, ParallaxError
 from parallax.config import Config
 from parallax.plan import Plan
-from parallax.runtime import Runtime, Traffic
+from parallax.profiling import Traffic
+from parallax.runtime import Runtime
 from parallax.untraced import uncompiled
 
 Number = TypeVar("Number", int, float, torch.Tensor)

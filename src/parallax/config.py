@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -66,9 +67,22 @@ class Config:
     rows live on their owners. A pattern that no parameter matches, or a placement that is not possible for a
     parameter, is an error."""
 
-    partitions: int | None = None
+    partitions: int | Literal["search"] | None = None
     """Number of parts that the rows of a sharded parameter are dealt out to, at least 1; the workers hold them in
-    turn. Default: one for each worker."""
+    turn. Default: one for each worker. "search": what is fastest is found while training goes on, for tables of the
+    same shape together, by moving rows between steps; weights become what they would have become without."""
+
+    min_partitions: int = 1
+    """The smallest number of parts, for tables that are too large for fewer; at least 1."""
+
+    search_share: float = 0.05
+    """The part of the time of training that trials of `partitions="search"` may cost; more than 0, at most 1."""
+
+    topology: str | os.PathLike[str] | None = "auto"
+    """The machines and their links, by which placements are chosen. "auto": measured on the first step if there are
+    tables of 16 MiB or more, or read from the user's cache if it was measured on these machines before. "measure":
+    measured now. A path: read from that file (JSON, as `Topology.to_json` writes). None: placements go by the kind of
+    use alone."""
 
     init: Callable[[str, torch.Tensor], Any] | None = None
     """Fills the rows of a table that was built on the meta device: called on each worker as
@@ -95,11 +109,26 @@ class Config:
             if not isinstance(pattern, str):
                 raise ValueError(f"Config.placements: expected patterns of names as keys, got {pattern!r}")
             _check_choice(f"placements[{pattern!r}]", placement, get_args(FixedPlacement))
-        p = self.partitions
-        if p is not None and (isinstance(p, bool) or not isinstance(p, int) or p < 1):
-            raise ValueError(f"Config.partitions: expected a whole number, at least 1, or None, got {p!r}")
+        p, least = self.partitions, self.min_partitions
+        if p is not None and p != "search" and not _is_count(p):
+            raise ValueError(f"Config.partitions: expected a whole number, at least 1, 'search' or None, got {p!r}")
+        if not _is_count(least):
+            raise ValueError(f"Config.min_partitions: expected a whole number, at least 1, got {least!r}")
+        if isinstance(p, int) and p < least:
+            raise ValueError(f"Config.partitions: expected at least Config.min_partitions={least}, got {p}")
+        _check_positive("search_share", self.search_share)
+        if self.search_share > 1:
+            raise ValueError(f"Config.search_share: expected at most 1, got {self.search_share!r}")
+        if self.topology is not None and not isinstance(self.topology, (str, os.PathLike)):
+            raise ValueError(
+                f"Config.topology: expected 'auto' | 'measure', the path of a file, or None, got {self.topology!r}"
+            )
         if self.init is not None and not callable(self.init):
             raise ValueError(f"Config.init: expected a function of (name, rows) or None, got {self.init!r}")
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _check_choice(field: str, value: object, allowed: tuple[str, ...]) -> None:

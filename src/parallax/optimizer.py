@@ -301,7 +301,7 @@ class Optimizers:
 
     def field(self, table: Table, number: int) -> torch.Tensor | None:
         """Entry number `number` of the state of `table` that has rows: this rank's rows of it."""
-        optimizer, key = self._entries(table)[number]
+        optimizer, key = self.entries(table)[number]
         value = optimizer.state.get(table.parameter, {}).get(key)
         return value if isinstance(value, torch.Tensor) else None
 
@@ -324,7 +324,7 @@ class Optimizers:
             entry = state[number] = dict(state[number])  # the optimizer's own entry may be cut later
             if p not in tables:
                 continue
-            for i, (o, key) in enumerate(self._entries(tables[p])):
+            for i, (o, key) in enumerate(self.entries(tables[p])):
                 value = entry.get(key)
                 if o is optimizer and isinstance(value, torch.Tensor):
                     whole = read_whole(tables[p], 2 + i).view(tables[p].num_rows, *value.shape[1:])
@@ -335,6 +335,6 @@ class Optimizers:
         """Those that are spread and that `optimizer` updates."""
         return [t for t in self._tables.values() if t.sharded and id(t.parameter) in self.members(optimizer)]
 
-    def _entries(self, table: Table) -> list[tuple[torch.optim.Optimizer, str]]:
+    def entries(self, table: Table) -> list[tuple[torch.optim.Optimizer, str]]:
         """The entries of state that have rows, in the order of their field numbers."""
         return [(o, key) for o in self.of(table) for key in sorted(self.how(o, table).keys)]

@@ -143,13 +143,29 @@ class ParameterPlan:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What a step took and sent when it was watched: medians of a few steps, on average over the workers.
+
+    `step_seconds` is all of it; in it are the seconds in calls that send or wait for others (`exchange_seconds`), those
+    of the optimizers (`update_seconds`), and the rest: forward, backward, and what else the program does.
+    """
+
+    step_seconds: float
+    exchange_seconds: float
+    update_seconds: float
+    bytes_per_step: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
     """The decisions for a model: each parameter exactly once, in the model's order.
 
     `profiles` is what they were made from, in the same order; `topology` and `coefficients` are the links and the speed
     of machines, if these were known. `compute_seconds` is what forward and backward of a step take a worker, without
     exchange and optimizer, if that was measured, and `units_per_worker` the samples (words, images) that a worker
-    trains on in a step. `wire_dtype` is `Config.wire_dtype`, with one worker "float32": nothing travels.
+    trains on in a step. `step_seconds` is what a step is predicted to take, `measured` what it did take (of computing,
+    what was measured is also what is predicted). `wire_dtype` is `Config.wire_dtype`, with one worker "float32":
+    nothing travels.
     """
 
     world_size: int
@@ -161,6 +177,8 @@ class Plan:
     coefficients: Coefficients | None = None
     compute_seconds: float | None = None
     units_per_worker: float | None = None
+    step_seconds: float | None = None
+    measured: Measured | None = None
 
     def __post_init__(self) -> None:
         names = [p.name for p in self.parameters]
@@ -200,6 +218,8 @@ class Plan:
                 "coefficients": vars(self.coefficients) if self.coefficients else None,
                 "compute_seconds": self.compute_seconds,
                 "units_per_worker": self.units_per_worker,
+                "step_seconds": self.step_seconds,
+                "measured": vars(self.measured) if self.measured else None,
             }
         )
 
@@ -219,6 +239,8 @@ class Plan:
                 coefficients=None if coefficients is None else Coefficients(**coefficients),
                 compute_seconds=data["compute_seconds"],
                 units_per_worker=data["units_per_worker"],
+                step_seconds=data["step_seconds"],
+                measured=None if data["measured"] is None else Measured(**data["measured"]),
             )
         except (KeyError, TypeError, json.JSONDecodeError) as error:
             raise ValueError(f"not a saved plan: {type(error).__name__}: {error}") from error
@@ -272,7 +294,16 @@ class Plan:
                 parts.append(f"{len(chosen)} {placement.value} {sent}")
         sent = format_bytes(sum(p.bytes_per_step for p in self))
         detail = f" ({', '.join(parts)})" if parts else ""
-        return f"total: {counted(len(self.parameters), 'parameter')}, {sent} per worker and step{detail}"
+        total = f"total: {counted(len(self.parameters), 'parameter')}, {sent} per worker and step{detail}"
+        if self.measured is None:
+            return total
+        m = self.measured
+        step, exchange, update = map(format_seconds, (m.step_seconds, m.exchange_seconds, m.update_seconds))
+        predicted = "" if self.step_seconds is None else f"{format_seconds(self.step_seconds)} predicted, "
+        return (
+            f"{total}; {format_bytes(m.bytes_per_step)} measured\n"
+            f"a step: {predicted}{step} measured ({exchange} in exchanges, {update} in optimizers)"
+        )
 
 
 def _plain(row: ParameterPlan | ParameterProfile) -> dict[str, Any]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from parallax.config import Config, WireDtype
@@ -18,6 +19,9 @@ HOW = {
     Placement.SHARDED: "with its rows on their owners",
 }
 
+MARGIN = 0.1
+"""See `keep` of `make_plan`."""
+
 
 def make_plan(
     profiles: Sequence[ParameterProfile],
@@ -27,6 +31,7 @@ def make_plan(
     topology: Topology | None = None,
     coefficients: Coefficients | None = None,
     partitions: Mapping[str, int] | None = None,
+    keep: Mapping[str, Placement] | None = None,
 ) -> Plan:
     """The plan for a model; equal on all ranks, if the arguments are.
 
@@ -40,6 +45,8 @@ def make_plan(
         topology: the machines and links.
         coefficients: what work costs.
         partitions: number of partitions by name, where it is not `config.partitions`: what a search has found.
+        keep: placements by name that stay unless exchanges get shorter by more than `MARGIN` without: predictions are
+            not that exact. An empty one stands for where parameters would go if the links were not known.
 
     Raises:
         ValueError: a parameter was built on the meta device and cannot be split over the workers (the message
@@ -52,15 +59,16 @@ def make_plan(
     wire = config.wire_dtype
     _check_patterns(config.placements, [profile.name for profile in profiles])
     decided = [_decide(profile, world_size, config) for profile in profiles]
-    counts = {p.name: (partitions or {}).get(p.name) or config.partitions or world_size for p in profiles}
-    owners = {name: _owners(topology, count, world_size) for name, count in counts.items()}
+    usual = config.partitions if isinstance(config.partitions, int) else max(world_size, config.min_partitions)
+    counts = {p.name: (partitions or {}).get(p.name, usual) for p in profiles}
+    owners = {name: owners_of(count, world_size, topology) for name, count in counts.items()}
     if topology is None:
         plans = [
             _plan(profile, placement, reason, owners[profile.name], world_size, wire)
             for profile, (placement, reason) in zip(profiles, decided, strict=True)
         ]
     else:
-        plans = _cheapest(profiles, decided, owners, topology, coefficients, config)
+        plans = _cheapest(profiles, decided, owners, topology, coefficients, config, keep)
     return Plan(
         world_size=world_size,
         architecture=config.architecture,
@@ -72,7 +80,20 @@ def make_plan(
     )
 
 
-def _owners(topology: Topology | None, num_partitions: int, world_size: int) -> tuple[int, ...]:
+def keeping(before: Plan, plan: Plan, reduced: Collection[str]) -> Plan:
+    """`plan` without moves that take all ranks together: what is spread, or is a table no more (`reduced`), stays."""
+
+    def kept(p: ParameterPlan) -> ParameterPlan:
+        earlier = before[p.name]
+        if p.name in reduced or (earlier.owners and p.placement is not Placement.SHARDED):
+            return earlier
+        return dataclasses.replace(p, owners=earlier.owners) if earlier.owners else p
+
+    return dataclasses.replace(plan, parameters=tuple(map(kept, plan)))
+
+
+def owners_of(num_partitions: int, world_size: int, topology: Topology | None) -> tuple[int, ...]:
+    """The rank that holds each partition."""
     if topology is not None:
         return topology.owners(num_partitions)
     return tuple(p % world_size for p in range(num_partitions))
@@ -115,6 +136,7 @@ def _cheapest(
     topology: Topology,
     coefficients: Coefficients,
     config: Config,
+    keep: Mapping[str, Placement] | None,
 ) -> list[ParameterPlan]:
     """The placements with the shortest step.
 
@@ -144,6 +166,11 @@ def _cheapest(
         if all(len(cost) == 1 or allowed & cost.keys() for cost in costs)
     ]
     best = min(candidates, key=total)
+    if keep is not None:
+        usual = [keep.get(p.name, way) for p, (way, _) in zip(profiles, decided, strict=True)]
+        usual = [way if way in cost else first for way, cost, first in zip(usual, costs, best, strict=True)]
+        if total(best) > (1 - MARGIN) * total(usual):
+            best = usual
     plans = []
     for i, (profile, way) in enumerate(zip(profiles, best, strict=True)):
         others = {w: total([*best[:i], w, *best[i + 1 :]]) - total(best) for w in costs[i] if w is not way}

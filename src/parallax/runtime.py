@@ -31,12 +31,15 @@ from parallax.comm import Comm, DisagreementError, ParallaxError, PeerError
 from parallax.config import Config, WireDtype
 from parallax.dense import Contribution, DenseGradients, Totals, accumulate
 from parallax.hooks import ParameterHooks
+from parallax.links import find_topology
 from parallax.lookup import Lookups
 from parallax.message import Flag, Request, Want
+from parallax.moves import Moves
 from parallax.optimizer import Optimizers, digest, settings_of
-from parallax.parameter import ShardedParameter, WatchedParameter, adopt, release
+from parallax.parameter import ShardedParameter, WatchedParameter, adopt
 from parallax.plan import Placement, Plan, Use
-from parallax.planner import make_plan
+from parallax.planner import keeping, make_plan
+from parallax.profiling import Clock, Seen, Traffic, note_uses
 from parallax.repeats import Repeats, pack, unpack
 from parallax.rounds import Round, Rounds
 from parallax.samples import Samples
@@ -49,9 +52,14 @@ from parallax.startup import (
     first_profiles,
     make_rows,
 )
-from parallax.table import Partitioning, Table
+from parallax.table import Table
+from parallax.topology import Coefficients, Topology
+from parallax.tuning import Tuning
 from parallax.untraced import as_it_is
 from parallax.whole import Change, WholeReads
+
+LARGE_BYTES = 2**24
+"""Tables of this size make it worth while to measure the links."""
 
 ANNOUNCE_SECONDS = 5.0
 """How long a rank that failed waits for the others to come and hear of it."""
@@ -64,34 +72,6 @@ class Phase(enum.Enum):
     STEPPING = "stepping"
     SERVING = "serving"
     ENDED = "ended"
-
-
-@dataclasses.dataclass(frozen=True)
-class Traffic:
-    """Counters of this rank since `distribute`; the difference of two is what happened in between."""
-
-    num_steps: int = 0
-    """Backward passes that were exchanged."""
-    num_rounds: int = 0
-    round_header_bytes: int = 0
-    """Bytes sent in headers of rounds; per round they depend on the number of tables and ranks alone."""
-    table_bytes: int = 0
-    """Bytes sent for tables: ids, rows and row gradients."""
-    dense_bytes: int = 0
-    """Bytes sent for dense gradients, by a ring AllReduce."""
-
-    def __sub__(self, other: Traffic) -> Traffic:
-        return Traffic(*(getattr(self, f.name) - getattr(other, f.name) for f in dataclasses.fields(self)))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Seen:
-    """What one rank saw of one parameter in a step."""
-
-    use: Use
-    num_rows_touched: int
-    dense_gradient: bool
-    layouts: frozenset[bool]
 
 
 class _ModuleHook:
@@ -165,9 +145,6 @@ class Runtime:
         """Dense gradients of earlier backward passes are this rank's part of a sum over all ranks."""
         self._ever_kept = False
         """A backward pass ran inside `parallax.no_sync`: from then on ranks without data expect rounds."""
-        self._sparse: set[nn.Parameter] = set()
-        """Bucketed parameters whose gradients are COO tensors."""
-        self.dense = self._buckets([], self.hooks)
         self._loose: dict[nn.Parameter, None] = {}
         """Parameters with a dense gradient that are in no bucket yet, in the order of arrival."""
         self._num_steps = 0
@@ -188,13 +165,26 @@ class Runtime:
         self.tables: dict[str, Table] = {}
         self.optimizers = Optimizers(self.tables)
         self.repeats = Repeats(self.comm.rank, self.parameters, self.tables, self.optimizers, self.reads)
-        self._order: list[str] = []
-        """Names of dense parameters in the order in which their gradients arrive."""
+        self.moves = Moves(self.comm, self.tables, self.optimizers, self.lookups, self.reads)
+        self.dense = self._buckets([], self.hooks)
+        self.clock = Clock(lambda: self.comm.seconds)
         self._others: list[str] = []
         """Names of parameters that are nothing to look up in: of no dimension, complex, of a class of their own."""
         self.profiles = first_profiles(model)
+        self.topology: Topology | None = None
+        self.tuning = Tuning(
+            self.comm,
+            config,
+            self.moves,
+            self.profiles,
+            plan=lambda: self.plan,
+            make_plan=self._make_plan,
+            put=self.put,
+            units=lambda: self.samples.latest,
+        )
         self._undecided = False
         """What was seen is agreed, and waits for `_settle`."""
+        self.plan = Plan(world_size=self.comm.world_size, architecture=config.architecture, parameters=())
         self.plan = self._make_plan()
         _current = self
         if self.comm.world_size == 1 and not config.lazy_rows:
@@ -212,6 +202,8 @@ class Runtime:
             if self.comm.rank:  # scripts seed all workers alike; dropout masks and samples should differ
                 torch.manual_seed(torch.initial_seed() + self.comm.rank)
             check_same_optimizers(self.comm, optimizers)
+            if self.config.topology not in (None, "auto"):
+                self.topology = find_topology(self.comm, self.config.topology)
             for optimizer in optimizers:
                 self._know(optimizer)
         self._hook_in()
@@ -231,7 +223,7 @@ class Runtime:
                     make_rows(self.comm, self.model, table, plan.owners, self.config)
                     adopt(p, ShardedParameter, table, self.lookups, self.reads)
                 elif plan.placement is Placement.SHARDED:
-                    self._shard(table, plan.owners)
+                    self.moves.shard(table, plan.owners)
                 else:
                     adopt(p, WatchedParameter, table, self.lookups, self.reads)
             elif p.is_floating_point() or p.is_complex():
@@ -250,6 +242,14 @@ class Runtime:
 
     def _hook_parameter(self, p: nn.Parameter) -> None:
         def before_accumulating(grads: Any) -> None:
+            if self._is_sharded(self.names[p]):
+                self.fail(
+                    NotImplementedError(
+                        f"{self.names[p]!r}: backward through a graph that was made before its rows moved to owners "
+                        f"(rank {self.comm.rank}); run backward before the next step, or fix its place with "
+                        f"Config.placements"
+                    )
+                )
             # A gradient of an earlier backward has been reduced: kept apart.
             if p.grad is not None and self.phase is not Phase.ENDED and not self._has_arrived(p):
                 self._before[p] = self._before.get(p, p.grad)
@@ -367,6 +367,7 @@ class Runtime:
             )
         if not self._queued:
             self._on_backward()
+        self.tuning.see_gradient(p)
         if self._keeping:
             self._kept[p] = None
             return
@@ -435,6 +436,11 @@ class Runtime:
                 self._updated.clear()
                 self._finish_dense(self._contribution())
                 self._bring_back()
+            if self._uneven or self._held_back or self._undecided:
+                self.clock.stop()
+            else:  # so on all ranks
+                self.tuning.after_backward(self.clock.lap(), self._stepped)
+                self.clock.start()
         self.samples.end_backward()
         self._stepped = False
         self.phase = Phase.FORWARD
@@ -609,7 +615,7 @@ class Runtime:
             The parameters of these gradients, which are not added to earlier ones yet.
         """
         mine = {
-            name: _Seen(t.use, t.num_rows_touched, t.parameter in self._loose, frozenset(t.layouts))
+            name: Seen(t.use, t.num_rows_touched, t.parameter in self._loose, frozenset(t.layouts))
             for name, t in self.tables.items()
         }
         order = [self.names[p] for p in self._loose]
@@ -620,23 +626,25 @@ class Runtime:
             ad_hoc.ready(p, contribution)
         ad_hoc.finish(contribution)
         self._loose.clear()
-        self._order += [name for name in loose if name not in self._order]
+        self.moves.order += [name for name in loose if name not in self.moves.order]
         for name, table in self.tables.items():
             seen = [m[name] for m, _ in everyone]
-            for s in seen:
-                table.use |= s.use
-                table.layouts |= s.layouts
-                if s.dense_gradient:
-                    table.use |= Use.DENSE
-            table.lazy = self.config.lazy_rows and Use.DENSE not in table.use
+            note_uses(table, seen, self.config.lazy_rows)
             if self._is_new(table) or table.use & Use.DENSE:
                 self.profiles[name] = dataclasses.replace(
                     self.profiles[name],
                     use=table.use,
                     num_rows_touched=sum(s.num_rows_touched for s in seen) / len(seen),
                 )
+        if not self._uneven and self.topology is None and self._has_large_tables():
+            self.topology = find_topology(self.comm, "auto")
         self._undecided = not self._uneven  # while a rank serves, all keep the plan that they have
         return [self.parameters[name] for name in loose]
+
+    def _has_large_tables(self) -> bool:
+        """Whether the links are worth measuring, if it is left to us."""
+        sizes = [t.num_rows * t.row_bytes for t in self.tables.values() if t.use is Use.LOOKUP]
+        return self.config.topology == "auto" and self.config.architecture == "hybrid" and sum(sizes) >= LARGE_BYTES
 
     def _settle(self) -> None:
         """Makes the plan from what was agreed and applies it; the same on all ranks, without a message."""
@@ -651,52 +659,35 @@ class Runtime:
         if self.config.lazy_rows:
             for number in range(len(self.optimizers)):
                 self._check_by_rows(self.optimizers[number])
-        self._order += [name for name in self._others if name not in self._order]  # used or not: they are small
+        others = [name for name in self._others if name not in self.moves.order]
+        self.moves.order += others  # used or not: they are small
         plan = self._make_plan()
-        # A table that is spread stays so, whatever it is used for later.
-        stays = [self._is_sharded(p.name) and p.placement is not Placement.SHARDED for p in plan]
-        parameters = tuple(self.plan[p.name] if s else p for p, s in zip(plan, stays, strict=True))
-        plan = dataclasses.replace(plan, parameters=parameters)
-        for name, table in list(self.tables.items()):
-            decided = plan[name]
-            if table.placement is decided.placement or table.sharded:
-                continue
-            table.placement = decided.placement
-            if decided.placement is Placement.SHARDED:
-                self._shard(table, decided.owners)
-            elif decided.placement is Placement.ALLREDUCE:
-                release(table.parameter)
-                if table.sparse_grad and Use.DENSE not in table.use:
-                    self._sparse.add(table.parameter)
-                del self.tables[name]
-                if name not in self._order:
-                    self._order.append(name)
+        self.put(keeping(self.plan, plan, self.moves.reduced))
+        self.tuning.plan_made()
+
+    def put(self, plan: Plan) -> None:
+        """Applies a plan, between two steps; if tables are spread already, on all ranks together."""
+        self.moves.apply(plan)
         self.plan = plan
         self._refresh()
 
     def _make_plan(self) -> Plan:
-        return make_plan(list(self.profiles.values()), world_size=self.comm.world_size, config=self.config)
-
-    def _shard(self, table: Table, owners: Sequence[int]) -> None:
-        table.partitioning = Partitioning(
-            table.num_rows, owners, self.comm.world_size, self.comm.device, self.comm.agents
+        """From what is known; what is spread or reduced already stays so unless that is clearly slower."""
+        decided = [p for p in self.plan if p.placement is not Placement.WATCHED]
+        return make_plan(
+            list(self.profiles.values()),
+            world_size=self.comm.world_size,
+            config=self.config,
+            topology=self.topology,
+            coefficients=Coefficients(bucket_bytes=self.config.bucket_mb * 2**20, merges_machines=self.comm.merges),
+            partitions={p.name: len(p.owners) for p in decided if p.owners},
+            keep={p.name: p.placement for p in decided},
         )
-        grad = table.grad
-        if grad is not None:
-            table.grad = None
-        for optimizer in self.optimizers.of(table):
-            self.optimizers.cut_state(optimizer, table)
-        table.set_data(table.own_rows(table.data))
-        if grad is not None:
-            kept = table.own_rows(grad)
-            table.grad = kept.coalesce() if kept.layout == torch.sparse_coo else kept
-        table.forget_leases()
-        adopt(table.parameter, ShardedParameter, table, self.lookups, self.reads)
 
     def _refresh(self) -> None:
         """Buckets and rounds for the plan as it is."""
         self.rounds.tables = list(self.tables.values())
-        bucketed = [self.parameters[name] for name in self._order if name not in self.tables]
+        bucketed = [self.parameters[name] for name in self.moves.order if name not in self.tables]
         if [id(p) for b in self.dense.buckets for p in b.parameters] != [id(p) for p in bucketed]:
             self.dense = self._buckets(bucketed, self.hooks)
 
@@ -707,7 +698,7 @@ class Runtime:
             bucket_bytes=self.config.bucket_mb * 2**20,
             wire=self._wire,
             mean=self.config.reduction == "mean",
-            sparse=self._sparse,
+            sparse=self.moves.sparse,
             before=self._before,
             hooks=hooks,
         )
@@ -789,6 +780,7 @@ class Runtime:
         if self._step_depth > 1:  # an optimizer that steps another one
             return None
         self.rounds.version += 1
+        self.clock.begin_update()
         self.optimizers.narrow(optimizer)
         self._resume_phase, self.phase = self.phase, Phase.STEPPING
         self.lookups.stepping = True
@@ -849,6 +841,7 @@ class Runtime:
             self.optimizers.widen()
             self._leave_step()
             self.phase = self._resume_phase
+            self.clock.end_update()
             self._stepped = True
 
     def _leave_step(self) -> None:
@@ -1030,6 +1023,7 @@ class Runtime:
                     self._num_steps += 1
                     self._uneven, about = True, 0
             self._uneven = False
+            self.clock.stop()
             self.phase = Phase.FORWARD
 
     def _is_clean(self) -> bool:

@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -122,6 +122,31 @@ def search_partitions(
     if len(tried) < 3 or tried.get(best, 0.0) > WORSE * min(tried.values()):  # there the fit is no guide
         best = min(tried, key=lambda p: tried[p])
     return SearchResult(best=best, samples=tuple(tried.items()), theta=theta)
+
+
+class _NotTried(Exception):
+    """What `next_trial` has to know next."""
+
+
+def next_trial(
+    samples: Sequence[tuple[int, float]], *, start: int, max_partitions: int, min_partitions: int = 1
+) -> int | SearchResult:
+    """`search_partitions`, one trial at a time: the P to try after `samples`, or what came out.
+
+    Args:
+        samples: (P, seconds) of the trials so far, as this function asked for them.
+    """
+    known = dict(samples)
+
+    def measured(p: int) -> float:
+        if p not in known:
+            raise _NotTried(p)
+        return known[p]
+
+    try:
+        return search_partitions(measured, start=start, max_partitions=max_partitions, min_partitions=min_partitions)
+    except _NotTried as missing:
+        return int(missing.args[0])
 
 
 def fit(samples: tuple[tuple[int, float], ...]) -> Theta:

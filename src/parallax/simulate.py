@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from parallax.config import Config
+from parallax.config import Config, WireDtype
 from parallax.cost import parameter_cost, shared_cost
 from parallax.plan import ParameterProfile, Placement, Plan, Use, format_bytes, format_seconds
 from parallax.planner import make_plan
@@ -162,8 +162,10 @@ def plan(model: Model, topology: Topology, config: Config | None = None) -> Plan
     )
 
 
-def predict(model: Model, topology: Topology, placements: Mapping[str, Placement]) -> Prediction:
-    """The step of a model with given placements.
+def predict(
+    model: Model, topology: Topology, placements: Mapping[str, Placement], wire: WireDtype = "float32"
+) -> Prediction:
+    """The step of a model with given placements, and `Config.wire_dtype`.
 
     What a worker computes with has to be there first: rows are pulled before, and so is a dense parameter that lives
     on servers. Dense gradients travel while it computes (`Coefficients.overlap`); what is left of their time then is
@@ -175,7 +177,7 @@ def predict(model: Model, topology: Topology, placements: Mapping[str, Placement
     hideable = shared_cost([(p, Placement.ALLREDUCE) for p in reduced], topology, c).wire
     for profile in model.profiles:
         placement = placements[profile.name]
-        cost = parameter_cost(profile, placement, topology, c)
+        cost = parameter_cost(profile, placement, topology, c, wire=wire)
         total += cost
         if Use.DENSE in profile.use:
             hideable += cost.wire if placement is Placement.ALLREDUCE else cost.wire / 2

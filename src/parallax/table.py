@@ -73,6 +73,17 @@ class Partitioning:
         """Keys (int64) of rows `ids` (int64, each in range), same shape."""
         return self._starts[ids % self.num_partitions] + ids // self.num_partitions
 
+    def owner_of(self, ids: torch.Tensor) -> torch.Tensor:
+        """The rank that holds each of rows `ids`."""
+        return torch.tensor(self.owners, device=ids.device)[ids % self.num_partitions]
+
+    def ids(self, keys: torch.Tensor) -> torch.Tensor:
+        """The rows (int64) that have `keys`."""
+        filled = torch.tensor([p for p, size in enumerate(self._sizes) if size], device=keys.device)
+        starts, order = self._starts[filled].sort()
+        at = torch.searchsorted(starts, keys, right=True) - 1
+        return (keys - starts[at]) * self.num_partitions + filled[order[at]]
+
     def rows_of(self, rank: int) -> torch.Tensor:
         """The rows (int64) that `rank` holds, in the order in which it holds them."""
         pieces = [
@@ -109,6 +120,8 @@ class Window:
 
     def __init__(self, table: Table, num_asked: int) -> None:
         self.table = table
+        self.partitioning = table.partitioning
+        """That of the keys; the table may have another one later."""
         self.keys = torch.empty(0, dtype=torch.int64, device=table.device)
         """Sorted keys of the leased rows."""
         self.slots = torch.empty(0, dtype=torch.int64, device=table.device)
@@ -122,6 +135,11 @@ class Window:
 
     def __len__(self) -> int:
         return self.keys.numel()
+
+    def keys_by_slot(self) -> torch.Tensor:
+        keys = torch.empty_like(self.keys)
+        keys[self.slots] = self.keys
+        return keys
 
     def by_asked(self, values: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
         """`values`, one per slot, those leased from the first that was asked first; and how many each has."""
@@ -236,6 +254,8 @@ class Table:
         """Lookups whose gradient may still come in the next backward pass."""
         self.pushed = False
         """A rank used this table in the step that is being closed."""
+        self.watch: Callable[[Table, Sequence[Incoming]], None] | None = None
+        """Is told what arrived in a step."""
 
     @property
     def num_rows(self) -> int:
@@ -328,6 +348,11 @@ class Table:
     def contribute(self, window: Window | None, slots: torch.Tensor, grads: torch.Tensor) -> None:
         if self.by_frequency:
             grads = torch.cat([grads, grads.new_ones(grads.shape[0], 1)], dim=1)
+        if window is not None and window.partitioning is not None and not self.sharded:  # it was when it was looked up
+            kept = slots != SKIPPED
+            slots = slots.clone()
+            slots[kept] = window.partitioning.ids(window.keys_by_slot())[slots[kept]]
+            window = None
         self.contributions.append(Contribution(window, slots, grads))
 
     def stale_keys(self) -> torch.Tensor | None:
@@ -338,13 +363,13 @@ class Table:
         return torch.unique(torch.cat([self._slot_keys(c)[c.slots[c.slots != SKIPPED]] for c in stale]))
 
     def _slot_keys(self, c: Contribution) -> torch.Tensor:
-        """The key of each slot of an earlier window; before it was sharded, slots were row numbers."""
+        """The key that each slot of an earlier window has now; before it was sharded, slots were row numbers."""
         assert self.partitioning is not None
         if c.window is None:
             return self.partitioning.keys(torch.arange(self.num_rows, device=self.device))
-        keys = torch.empty_like(c.window.keys)
-        keys[c.window.slots] = c.window.keys
-        return keys
+        keys = c.window.keys_by_slot()
+        earlier = c.window.partitioning
+        return keys if earlier in (self.partitioning, None) else self.partitioning.keys(earlier.ids(keys))
 
     @property
     def can_push_early(self) -> bool:
@@ -355,6 +380,7 @@ class Table:
     def collect(self) -> Push | None:
         """Merges this rank's contributions into one gradient per row; None if the table was not used."""
         contributions, self.contributions = self.contributions, []
+        self.num_rows_touched = 0
         if not contributions:
             return None
         if not self.sharded:
@@ -409,6 +435,8 @@ class Table:
         used, self.pushed = self.pushed, False
         if not used:
             return False
+        if self.watch is not None:
+            self.watch(self, incoming)
         positions = _cat([i.positions for i in incoming]).long()
         brought = _cat([i.grads for i in incoming])
         sources = [n for i in incoming for n in i.num_rows]

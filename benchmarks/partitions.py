@@ -1,0 +1,96 @@
+"""The number of partitions that a search finds, against trying all of them, for tables of three shapes.
+
+    sudo .venv/bin/python benchmarks/partitions.py --machines 4 --output benchmarks/results/partitions.json
+
+Every number from 1, doubling, is trained with twice, there and back, and counts with the shorter step. Then a search
+runs inside a job, as with `Config(partitions="search")`. What it has found is trained with as well, if it is another
+number.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import steps
+import torch.distributed as dist
+from cluster import ClusterError
+from evaluate import circumstances
+from models import add_options
+from turns import tell
+
+import parallax
+
+MOST_STEPS = 3000
+"""After which a search is given up."""
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--worker"]:
+        work(Path(sys.argv[2]))
+        return
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--machines", type=int, default=4)
+    parser.add_argument("--workers", type=int, default=1, help="per machine")
+    parser.add_argument("--bandwidth", default="300Mbit", help="of each link")
+    parser.add_argument("--shapes", nargs="+", default=["2000x512", "20000x128", "100000x32"], help="rows x elements")
+    parser.add_argument("--alpha", type=float, default=0.05, help="part of the rows that a batch looks up")
+    parser.add_argument("--most", type=int, default=64, help="partitions that are tried")
+    parser.add_argument("--seconds", type=float, default=2.0, help="of timed steps, about")
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    add_options(parser)
+    args = parser.parse_args()
+    args.batch = args.batch or 16
+    try:
+        rows = steps.launch(__file__, args)
+    except ClusterError as error:
+        parser.exit(2, f"partitions: {error}\n")
+    for row in rows:
+        took = {int(p): seconds for p, seconds in row["measured"].items()}
+        best = min(took, key=lambda p: took[p])
+        print(
+            f"{row['shape']:12}  best {best} ({took[best]:.4f} s)  found {row['found']} ({took[row['found']]:.4f} s, "
+            f"{took[row['found']] / took[best] - 1:+.0%})  {row['reason']}"
+        )
+    if args.output:
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        settings = {k: v for k, v in vars(args).items() if k != "output"}
+        text = json.dumps({**circumstances("partitions.py"), "settings": settings, "rows": rows}, indent=1)
+        args.output.write_text(text + "\n")
+
+
+def work(folder: Path) -> None:
+    args = steps.begin(folder)
+    for shape in args.shapes:
+        words, dim = map(int, shape.split("x"))
+
+        def seconds(num_partitions: int, words: int = words, dim: int = dim) -> float:
+            training = steps.Training(args, "one-table", words=words, dim=dim)
+            steps.distributed(training, placements={"table.*": "sharded"}, partitions=num_partitions, topology=None)
+            took = steps.seconds_of(training.step, args.seconds)
+            steps.over()
+            return took
+
+        numbers = [2**k for k in range(args.most.bit_length()) if 2**k <= args.most]
+        there, back = [seconds(p) for p in numbers], [seconds(p) for p in reversed(numbers)][::-1]
+        measured = dict(zip(numbers, map(min, there, back), strict=True))
+        training = steps.Training(args, "one-table", words=words, dim=dim)
+        search = {"partitions": "search", "search_share": 1.0}
+        steps.distributed(training, placements={"table.*": "sharded"}, topology=None, **search)
+        plan, num_steps = parallax.explain(training.model)["table.weight"], 0
+        while "best of" not in plan.reason and num_steps < MOST_STEPS:
+            training.step()
+            plan, num_steps = parallax.explain(training.model)["table.weight"], num_steps + 1
+        steps.over()
+        found = len(plan.owners)
+        if found not in measured:
+            measured[found] = min(seconds(found), seconds(found))
+        if dist.get_rank() == 0:
+            tell(shape=shape, measured=measured, found=found, reason=plan.reason.split("; ")[-1], num_steps=num_steps)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
