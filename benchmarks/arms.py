@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from handwritten import HandWritten
 from models import MODELS, Batch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -31,14 +32,20 @@ def by_parallax(model: nn.Module, optimizer: torch.optim.Optimizer, **config: An
 
 ARMS: dict[str, tuple[bool, Callable[[nn.Module, torch.optim.Optimizer], nn.Module]]] = {
     "hybrid": (True, lambda m, o: by_parallax(m, o, topology=None)),
+    "hybrid-bfloat16": (True, lambda m, o: by_parallax(m, o, topology=None, wire_dtype="bfloat16")),
     "planned": (True, lambda m, o: by_parallax(m, o, topology="measure")),
     "allreduce-gather": (True, lambda m, o: by_parallax(m, o, architecture="allreduce", sparse_allreduce="gather")),
     "allreduce-dense": (True, lambda m, o: by_parallax(m, o, architecture="allreduce", sparse_allreduce="dense")),
     "ddp-sparse": (True, lambda m, o: DistributedDataParallel(m)),
     "ddp-dense": (False, lambda m, o: DistributedDataParallel(m)),
+    "hand-written": (True, lambda m, o: m),
     "compute-only": (True, lambda m, o: m),
 }
-"""By name: whether tables have sparse gradients, and what makes a model one that trains on all workers."""
+"""By name: whether tables have sparse gradients, and what makes a model one that trains on all workers
+("hand-written" has a step of its own, `handwritten.py`)."""
+
+ONLY_NAMED = ("planned", "hybrid-bfloat16", "hand-written")
+"""Arms that take part when they are asked for."""
 
 
 def main() -> None:
@@ -79,6 +86,11 @@ def take_turn(args: Any, batches: list[Batch], group: Group, *, arm: str, repeat
         optimizer.step()
         return loss.detach()
 
+    if arm == "hand-written":
+        trainer = HandWritten(args, kind.lr)
+        take(lambda: trainer.step(next(data)), group, args.seconds, arm=arm, repeat=repeat)
+        trainer.comm.close()
+        return
     take(step, group, args.seconds, arm=arm, repeat=repeat)
     parallax.shutdown()  # nothing for the arms that are not parallax's
 

@@ -31,7 +31,7 @@ from typing import Any
 
 import numpy as np
 import turns
-from arms import ARMS
+from arms import ARMS, ONLY_NAMED
 from cluster import Cluster, ClusterError, Job, bits_per_second
 from least import least_bytes
 from models import MODELS, add_options, lm_arrays
@@ -107,7 +107,9 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, argpar
     args = parser.parse_args(argv)
     # Peers first and the foremost of ours next, so that what is compared most is close in time.
     able = [arm for arm in [*reversed(PEERS), *ARMS] if arm in ARMS or args.model in PEERS[arm].models]
-    args.arms = args.arms or able
+    if args.model != "lm":
+        able.remove("hand-written")
+    args.arms = args.arms or [arm for arm in able if arm not in ONLY_NAMED]
     if unable := sorted(set(args.arms) - set(able)):
         parser.error(f"--arms: {', '.join(unable)} cannot train --model {args.model} here")
     args.batch = args.batch or MODELS[args.model].batch
