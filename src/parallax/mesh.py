@@ -9,6 +9,7 @@ Messages between two ranks arrive in the order in which they were sent.
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import contextlib
 import dataclasses
 import enum
@@ -19,6 +20,7 @@ import math
 import os
 import secrets
 import select
+import selectors
 import socket
 import struct
 import time
@@ -30,8 +32,16 @@ import torch
 SEND_AT_ONCE_BYTES = 2**16
 """Messages of this size leave at once; smaller ones with the next message, or when this rank waits."""
 
+CONNECT_SECONDS = 60.0
+"""At most: all ranks are there, each with its port, when they begin to connect."""
+
+TRY_SECONDS = 5.0
+"""How long one address is tried before the next."""
+
 _PREFIX = struct.Struct("<qq")  # kind, bytes that follow
 _HELLO = struct.Struct("<16sq")  # token of the run, rank
+_WELCOME = b"!"  # answer to a hello, and the caller's to that
+_MOST_CALLS = 32  # at a time
 _MOST_PIECES = 512  # in a write; the system takes 1024
 
 
@@ -107,23 +117,23 @@ class Mesh:
         """
         self._timeout = timeout
         self._sockets: dict[int, socket.socket] = {}
-        with _listen() as listener:
-            listener.settimeout(timeout)
-            token = secrets.token_bytes(16)
-            everyone = all_gather((_addresses(), listener.getsockname()[1], token))
+        with _listen() as listener, concurrent.futures.ThreadPoolExecutor(_MOST_CALLS) as pool:
+            mine = _addresses(), listener.getsockname()[1], secrets.token_bytes(16)
+            everyone = all_gather(mine)
             token = everyone[0][2]  # keeps out whoever else finds the port
-            for peer in range(rank):
-                addresses, port, _ = everyone[peer]
-                self._sockets[peer] = _connect(addresses, port, _HELLO.pack(token, rank), peer, timeout)
-            while len(self._sockets) < world_size - 1:
-                try:
-                    connection, _ = listener.accept()
-                except TimeoutError:
-                    missing = sorted(set(range(rank + 1, world_size)) - set(self._sockets))
-                    raise TimeoutError(f"ranks {missing} do not call") from None
-                caller = _greet(connection, token, timeout)
-                if caller is not None:
-                    self._sockets[caller] = connection
+            deadline = time.monotonic() + min(timeout, CONNECT_SECONDS)
+            # Threads: each takes calls while it calls itself, so that nobody waits in a row.
+            calls = [
+                pool.submit(_connect, addresses, port, _HELLO.pack(token, rank), peer, deadline)
+                for peer, (addresses, port, _) in enumerate(everyone[:rank])
+            ]
+            try:
+                _take_calls(listener, token, set(range(rank + 1, world_size)), deadline, self._sockets)
+                self._sockets |= enumerate(call.result() for call in calls)
+            except BaseException:
+                self._sockets |= {peer: call.result() for peer, call in enumerate(calls) if call.exception() is None}
+                self.close()
+                raise
         for connection in self._sockets.values():
             _set_up(connection, timeout)
         self._outgoing: dict[int, collections.deque[memoryview | bytes]] = {
@@ -208,11 +218,7 @@ class Mesh:
             self._waiting.add(peer)
         deadline = time.monotonic() + seconds
         while self._waiting and time.monotonic() < deadline:
-            for peer in list(self._waiting):
-                try:
-                    self._write(peer)
-                except OSError:
-                    self._waiting.discard(peer)  # it is gone
+            self._write_all()
             if self._waiting:
                 time.sleep(0.01)
 
@@ -235,6 +241,9 @@ class Mesh:
                 num_taken = connection.sendmsg(pieces, (), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
             except BlockingIOError:
                 return
+            except OSError:
+                queue.clear()  # it is gone; who reads from it learns that, and why if it has said so
+                break
             _drop(queue, num_taken)
         self._waiting.discard(peer)
 
@@ -320,38 +329,76 @@ def _addresses() -> list[str]:
     return list(found) or ["127.0.0.1"]
 
 
-def _connect(addresses: Sequence[str], port: int, hello: bytes, peer: int, timeout: float) -> socket.socket:
-    deadline = time.monotonic() + timeout
-    errors = []
-    for number, address in enumerate(addresses):
-        left = max(0.1, deadline - time.monotonic()) / (len(addresses) - number)
-        try:
-            connection = socket.create_connection((address, port), left)
-            connection.sendall(hello)
-            if connection.recv(1):  # another process may have that port at an address of its own
-                return connection
+def _connect(addresses: Sequence[str], port: int, hello: bytes, peer: int, deadline: float) -> socket.socket:
+    while True:
+        errors = {}
+        for address in addresses:
+            left = max(0.1, min(TRY_SECONDS, deadline - time.monotonic()))
+            try:
+                connection = socket.create_connection((address, port), left)
+            except OSError as error:
+                errors[address] = str(error)
+                continue
+            try:
+                connection.sendall(hello)
+                if connection.recv(1) == _WELCOME:
+                    connection.sendall(_WELCOME)
+                    return connection
+                errors[address] = "another process"  # that has the same port at an address of its own
+            except OSError as error:
+                errors[address] = str(error)
             connection.close()
-            errors.append(f"{address}: another process")
-        except OSError as error:
-            errors.append(f"{address}: {error}")
-    raise OSError(
-        f"cannot connect to rank {peer} at port {port} ({'; '.join(errors)}); if its machine has other addresses, name "
-        f"the interface in GLOO_SOCKET_IFNAME"
-    )
+        if time.monotonic() >= deadline or "timed out" not in errors.values():
+            tried = "; ".join(f"{address}: {error}" for address, error in errors.items())
+            raise OSError(
+                f"cannot connect to rank {peer} at port {port} ({tried}); if its machine has other addresses, name the "
+                f"interface in GLOO_SOCKET_IFNAME"
+            )
 
 
-def _greet(connection: socket.socket, token: bytes, timeout: float) -> int | None:
-    """The rank that calls; None if it is somebody else."""
-    connection.settimeout(min(timeout, 5.0))
-    with contextlib.suppress(OSError):
-        hello = connection.recv(_HELLO.size, socket.MSG_WAITALL)
-        if len(hello) == _HELLO.size:
-            theirs, rank = _HELLO.unpack(hello)
-            if secrets.compare_digest(theirs, token):
-                connection.sendall(b"!")
-                return int(rank)
-    connection.close()
-    return None
+def _take_calls(
+    listener: socket.socket, token: bytes, ranks: set[int], deadline: float, found: dict[int, socket.socket]
+) -> None:
+    """Adds the connections of `ranks`, which call, to `found`. Others that call are turned away, or wait while they say
+    nothing."""
+    listener.setblocking(False)
+    with selectors.DefaultSelector() as selector, contextlib.ExitStack() as strangers:
+        selector.register(listener, selectors.EVENT_READ)
+        while missing := ranks - found.keys():
+            ready = selector.select(max(0.0, deadline - time.monotonic()))
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"ranks {sorted(missing)} do not call")
+            for key, _ in ready:
+                caller: Any = key.fileobj
+                if caller is listener:
+                    with contextlib.suppress(OSError):
+                        stranger, _ = listener.accept()
+                        strangers.push(stranger)
+                        selector.register(stranger, selectors.EVENT_READ, bytearray())
+                elif (rank := _greet(caller, key.data, token)) is not None:
+                    selector.unregister(caller)
+                    if rank in ranks - found.keys():
+                        found[rank] = caller.dup()  # `caller` is closed with the strangers
+                    else:
+                        caller.close()
+
+
+def _greet(caller: socket.socket, said: bytearray, token: bytes) -> int | None:
+    """Takes in what a caller says: its hello, then that it has got our answer, and so will not call again.
+
+    Returns:
+        Its rank; -1 if it is somebody else, or has hung up; None: it has not said all yet.
+    """
+    try:
+        more = caller.recv(_HELLO.size + len(_WELCOME) - len(said), socket.MSG_DONTWAIT)
+        said += more
+        if not more or not secrets.compare_digest(said[:16], token[: len(said)]):
+            return -1
+        if len(said) == _HELLO.size:
+            caller.sendall(_WELCOME)
+    except OSError:
+        return -1
+    return int(_HELLO.unpack(said[: _HELLO.size])[1]) if len(said) > _HELLO.size else None
 
 
 def _set_up(connection: socket.socket, timeout: float) -> None:

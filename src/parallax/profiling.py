@@ -25,6 +25,8 @@ class Traffic:
     """Bytes sent for tables: ids, rows and row gradients, and rows that move to other owners."""
     dense_bytes: int = 0
     """Bytes sent for dense gradients, by a ring AllReduce."""
+    merging_bytes: int = 0
+    """Bytes sent to workers of the same machine to merge what goes to others; 0 where workers do not merge."""
 
     def __sub__(self, other: Traffic) -> Traffic:
         return Traffic(*(getattr(self, f.name) - getattr(other, f.name) for f in dataclasses.fields(self)))

@@ -1123,7 +1123,7 @@ class Runtime:
 
     def traffic(self) -> Traffic:
         sent = self.comm.sent
-        return Traffic(self._num_steps, self.rounds.num_rounds, sent.headers, sent.tables, sent.dense)
+        return Traffic(self._num_steps, self.rounds.num_rounds, sent.headers, sent.tables, sent.dense, sent.inside)
 
 
 def _called(model: nn.Module) -> Iterator[nn.Module]:
