@@ -125,14 +125,14 @@ class _Agency:
         others = torch.unique(unleased)
         here = window.find(others)[1] | torch.isin(others, self._new)
         self._extra = others[~here]
-        if not len(self._new) and not len(self._extra):
-            return None
         renorms = self._arrival.renorms | ({window.renorm} if len(window) else set())
         if len(renorms) > 1:
             raise NotImplementedError(
                 f"{self.table.name!r} is looked up in one step with different max_norm by workers of one machine "
                 f"(max_norm, norm_type: {renorms}); use one for all lookups"
             )
+        if not len(self._new) and not len(self._extra):
+            return None
         window.renorm = renorms.pop()
         ask = Ask.by_keys(self.table, self._new, self._extra, window.renorm)
         self._spans = ask.leased.spans

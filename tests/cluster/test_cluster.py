@@ -149,6 +149,15 @@ class TestTraining:
             assert found["counted"] <= found["on link"] <= 1.07 * found["counted"] + 20_000
             assert found["on link"] < result.sent[rank]
 
+    def test_two_workers_send_what_one_with_twice_the_batch_sends(self, tmp_path: Path) -> None:
+        with Cluster(machines=3, bandwidth="300Mbit") as cluster:
+            for workers in (1, 2):
+                result = cluster.run(on_worker("merge", tmp_path), workers=workers, timeout=120)
+                assert result.exit_codes == [0] * 3 * workers, "\n".join(result.outputs)
+        for machine in range(3):
+            one, two = (json.loads((tmp_path / f"{w} {machine * w}.json").read_text()) for w in (1, 2))
+            assert two <= 1.1 * one, f"machine {machine}"
+
     @pytest.mark.parametrize("machine", [0, 1])
     def test_a_cut_link_ends_all_ranks_with_an_error_that_names_a_peer(self, machine: int) -> None:
         with Cluster(machines=3, bandwidth="300Mbit") as cluster:
