@@ -393,8 +393,15 @@ def reduce_all(sizes: list[int]) -> list[list[torch.Tensor]]:
     return found
 
 
-@several_ranks
-def test_small_buckets_of_all_dtypes_and_sizes(world_size: int) -> None:
+on_machines = pytest.mark.parametrize(("world_size", "per_machine"), [(2, 2), (3, 3), (4, 4), (4, 2)])
+"""The last sums inside of each machine first."""
+
+
+@on_machines
+def test_small_buckets_of_all_dtypes_and_sizes(
+    world_size: int, per_machine: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANKS_PER_MACHINE", str(per_machine))
     found = ranks.run(world_size, reduce_all, SIZES)
     for number, dtype in enumerate(DTYPES):
         wide = {torch.float16: torch.float32, torch.bfloat16: torch.float32}.get(dtype, dtype)
@@ -435,8 +442,9 @@ def reduce_around_rounds() -> list[Any]:
     return found
 
 
-@several_ranks
-def test_buckets_and_rounds_do_not_mix(world_size: int) -> None:
+@on_machines
+def test_buckets_and_rounds_do_not_mix(world_size: int, per_machine: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANKS_PER_MACHINE", str(per_machine))
     for found in ranks.run(world_size, reduce_around_rounds):
         assert all(found)
         assert len(found) == 20

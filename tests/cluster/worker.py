@@ -92,9 +92,9 @@ def count(folder: Path) -> None:
 
 
 def merge(folder: Path) -> None:
-    """Leaves in FOLDER what the link of this machine sent in some steps of large tables: 1200 samples a machine."""
+    """Leaves in FOLDER what the link of this machine sent in some steps with large tables, 1200 samples a machine."""
     workers = int(os.environ["LOCAL_WORLD_SIZE"])
-    model = nn.ModuleList([nn.Embedding(20_000, 32), nn.Embedding(20_000, 1)])
+    model = nn.ModuleList([nn.Embedding(20_000, 32), nn.Embedding(20_000, 1), nn.Linear(32, 512)])
     parallax.distribute(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     generator = torch.Generator().manual_seed(int(os.environ["GROUP_RANK"]))
@@ -104,7 +104,7 @@ def merge(folder: Path) -> None:
             ids = (torch.rand(1200, generator=generator) ** 3 * 20_000).long()
             ids = ids.chunk(workers)[int(os.environ["LOCAL_RANK"])]
             optimizer.zero_grad()
-            (model[0](ids) * model[1](ids)).square().mean().backward()
+            (model[2](model[0](ids)) * model[1](ids)).square().mean().backward()
             optimizer.step()
 
     steps(3)
