@@ -39,6 +39,12 @@ ELSEWHERE = {
         "test_wire.py",
         "test_verify_says_that_it_compares_exact_numbers",
     ),
+    "a topology (`Config.topology`) for another number of workers, or that cannot be read": (
+        "test_profiling.py",
+        "test_a_file_that_does_not_fit",
+    ),
+    "a backward pass of a graph from before a table became reduced whole, or ceased to be, while training "
+    "(`retain_graph=True` over a step)": ("test_moves.py", "test_graphs_of_a_table_that_was_whole"),
 }
 """Tests that are in other files."""
 
