@@ -21,6 +21,7 @@ def test_defaults() -> None:
         "reduction": "mean",
         "wire_dtype": "float32",
         "lazy_rows": False,
+        "overlap": True,
         "timeout": 600.0,
         "bucket_mb": 25.0,
         "placements": {},
