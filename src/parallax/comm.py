@@ -351,7 +351,7 @@ class Comm:
         assert self._mesh is not None
         ranks, peers = self._ranks(members)
         numbers = struct.Struct(f"<{len(headers[0])}q")
-        messages = list(zip(*(column.memory() for column in outgoing), strict=True)) or [()] * len(ranks)
+        messages = _by_rank(outgoing, len(ranks))
         with self._watching("sending a round") as waiting:
             for i, peer in peers:
                 waiting.on(peer)
@@ -382,7 +382,7 @@ class Comm:
                     mesh.read(peer, [header])
                     received[i] = numbers.unpack(header)
         room = make_room(received)
-        inboxes = list(zip(*(column.memory() for column in room), strict=True)) or [()] * len(sources)
+        inboxes = _by_rank(room, len(sources))
         with self._watching("waiting for a round's ids and gradients") as waiting:
             for i, peer in sources:
                 if peer != self.rank:
@@ -407,8 +407,8 @@ class Comm:
             self._all_to_all(outgoing, room)
             return
         mesh, ranks, peers = self._mesh, *self._ranks(members)
-        messages = list(zip(*(column.memory() for column in outgoing), strict=True)) or [()] * len(ranks)
-        inboxes = list(zip(*(column.memory() for column in room), strict=True)) or [()] * len(ranks)
+        messages = _by_rank(outgoing, len(ranks))
+        inboxes = _by_rank(room, len(ranks))
         with self._watching("sending rows") as waiting:
             for i, peer in peers:
                 if any(messages[i]):
@@ -581,6 +581,11 @@ class _Waiting:
 
     def on(self, peer: int) -> None:
         self.peer, self.started = peer, time.monotonic()
+
+
+def _by_rank(columns: Sequence[Column], num_ranks: int) -> list[tuple[memoryview, ...]]:
+    """For each rank, the memory of its parts."""
+    return list(zip(*(column.memory() for column in columns), strict=True)) or [()] * num_ranks
 
 
 def _copy(source: Sequence[memoryview | bytes], target: Sequence[memoryview]) -> None:

@@ -78,7 +78,7 @@ def find_topology(comm: Comm, wanted: str | os.PathLike[str]) -> Topology | None
 
 
 def measure(comm: Comm, num_machines: int, num_workers: int) -> Topology:
-    """The links, by sending a few messages: on all ranks together, in some tenths of a second at most."""
+    """The links, by sending a few messages of growing size, on all ranks together."""
     sent, seconds = dataclasses.replace(comm.sent), comm.seconds
     n, k = comm.world_size, num_workers
     everyone = list(range(n))
