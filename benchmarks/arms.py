@@ -44,6 +44,8 @@ ARMS: dict[str, tuple[bool, Callable[[nn.Module, torch.optim.Optimizer], nn.Modu
 """By name: whether tables have sparse gradients, and what makes a model one that trains on all workers
 ("hand-written" has a step of its own, `handwritten.py`)."""
 
+NOT_OURS = ("ddp-sparse", "ddp-dense", "hand-written", "compute-only")
+
 ONLY_NAMED = ("planned", "hybrid-bfloat16", "hand-written")
 """Arms that take part when they are asked for."""
 
@@ -78,6 +80,9 @@ def take_turn(args: Any, batches: list[Batch], group: Group, *, arm: str, repeat
         group.ask("links limited")
     optimizer = torch.optim.Adagrad(plain.parameters(), lr=kind.lr, initial_accumulator_value=0.1)
     model, data = distributed(plain, optimizer), cycle(batches)
+    if arm not in NOT_OURS:  # as its users have it: each worker gets every N-th of a sequence
+        size = args.machines * args.workers
+        data = iter(parallax.shard(batch for batch in cycle(batches) for _ in range(size)))
 
     def step() -> torch.Tensor:
         optimizer.zero_grad()

@@ -259,33 +259,31 @@ class Comm:
 
     def _scatter(self, mesh: Mesh, buffer: torch.Tensor, group: Sequence[int]) -> None:
         """To each rank of a group its part of what is to be summed."""
-        for peer, shard in zip(group, buffer.tensor_split(len(group)), strict=True):
-            if peer != self.rank:
-                mesh.send(peer, Kind.SHARD, [memory_of(shard)])
+        shards = buffer.tensor_split(len(group))
+        for i, peer in self._after_me(group):
+            mesh.send(peer, Kind.SHARD, [memory_of(shards[i])])
 
     def _sum(self, mesh: Mesh, buffer: torch.Tensor, levels: Sequence[Sequence[int]], waiting: _Waiting) -> None:
         """Sums what `_scatter` has sent, each part on one rank; on several levels, the sums of groups after that."""
         group, *further = levels
+        peers = self._after_me(group)
         shards = buffer.tensor_split(len(group))
         me = group.index(self.rank)
         own = shards[me]
         parts = own.new_empty(len(group), len(own))
         parts[me] = own
-        for peer, memory in zip(group, Column.split(parts, [1] * len(group)).memory(), strict=True):
-            if peer != self.rank:
-                waiting.on(peer)
-                mesh.receive(peer, Kind.SHARD, [memory])
+        for i, peer in reversed(peers):
+            waiting.on(peer)
+            mesh.receive(peer, Kind.SHARD, [memory_of(parts[i])])
         torch.sum(parts, 0, out=own)  # in rank order; half precision is summed in single
         if further:
             self._scatter(mesh, own, further[0])
             self._sum(mesh, own, further, waiting)
-        for peer in group:
-            if peer != self.rank:
-                mesh.send(peer, Kind.SUM, [memory_of(own)])
-        for peer, shard in zip(group, shards, strict=True):
-            if peer != self.rank:
-                waiting.on(peer)
-                mesh.receive(peer, Kind.SUM, [memory_of(shard)])
+        for _, peer in peers:
+            mesh.send(peer, Kind.SUM, [memory_of(own)])
+        for i, peer in reversed(peers):
+            waiting.on(peer)
+            mesh.receive(peer, Kind.SUM, [memory_of(shards[i])])
 
     # -- rounds -------------------------------------------------------------------------------------
 
@@ -319,15 +317,14 @@ class Comm:
                 received = [tuple(header) for header in inbox.tolist()]
             self.swap(outgoing, make_room(received))
             return received
-        ranks, _ = self._ranks(members)
-        own = self._post(Kind.ROUND, headers, outgoing, members)
-        sources = list(enumerate(ranks))
-        own_header = tuple(headers[ranks.index(self.rank)])
-        return self._collect(Kind.ROUND, sources, len(headers[0]), make_room, own, own_header)
+        ranks = members or range(self.world_size)
+        own = self._post(Kind.ROUND, headers, outgoing, ranks)
+        return self._collect(Kind.ROUND, ranks, len(headers[0]), make_room, own, tuple(headers[ranks.index(self.rank)]))
 
     def post(self, headers: Sequence[Sequence[int]], outgoing: Sequence[Column]) -> None:
         """Sends a header and what it announces to each rank, which takes it in later (`collect`); on the CPU."""
-        self._own_posts.append((tuple(headers[self.rank]), self._post(Kind.EARLY, headers, outgoing)))
+        own = self._post(Kind.EARLY, headers, outgoing, range(self.world_size))
+        self._own_posts.append((tuple(headers[self.rank]), own))
 
     def collect(
         self,
@@ -342,27 +339,27 @@ class Comm:
             make_room: as in `exchange`, told the headers of `sources`; its columns have parts for these only.
         """
         header, own = self._own_posts.popleft() if self.rank in sources else ((), None)
-        self._collect(Kind.EARLY, list(enumerate(sources)), num_numbers, make_room, own, header)
+        self._collect(Kind.EARLY, sources, num_numbers, make_room, own, header)
 
     def _post(
-        self, kind: Kind, headers: Sequence[Sequence[int]], outgoing: Sequence[Column], members: Sequence[int] = ()
+        self, kind: Kind, headers: Sequence[Sequence[int]], outgoing: Sequence[Column], ranks: Sequence[int]
     ) -> Sequence[memoryview]:
         """Returns what follows the header for this rank itself."""
         assert self._mesh is not None
-        ranks, peers = self._ranks(members)
+        peers = self._after_me(ranks)
         numbers = struct.Struct(f"<{len(headers[0])}q")
         messages = _by_rank(outgoing, len(ranks))
         with self._watching("sending a round") as waiting:
             for i, peer in peers:
                 waiting.on(peer)
                 self._mesh.send(peer, kind, [numbers.pack(*headers[i]), *messages[i]])
-        self._count([messages[i] for i, _ in peers], numbers.size * len(peers), bool(members))
+        self._count([messages[i] for i, _ in peers], numbers.size * len(peers), len(ranks) < self.world_size)
         return messages[ranks.index(self.rank)]
 
     def _collect(
         self,
         kind: Kind,
-        sources: Sequence[tuple[int, int]],
+        sources: Sequence[int],
         num_numbers: int,
         make_room: Callable[[list[tuple[int, ...]]], Sequence[Column]],
         own: Sequence[memoryview] | None,
@@ -374,26 +371,25 @@ class Comm:
         header = memoryview(bytearray(numbers.size))
         sizes = [0] * len(sources)
         received = [own_header] * len(sources)
+        peers = self._after_me(sources)[::-1]
         with self._watching("waiting for a round") as waiting:
-            for i, peer in sources:
-                if peer != self.rank:
-                    waiting.on(peer)
-                    sizes[i] = mesh.open(peer, kind)
-                    mesh.read(peer, [header])
-                    received[i] = numbers.unpack(header)
+            for i, peer in peers:
+                waiting.on(peer)
+                sizes[i] = mesh.open(peer, kind)
+                mesh.read(peer, [header])
+                received[i] = numbers.unpack(header)
         room = make_room(received)
         inboxes = _by_rank(room, len(sources))
         with self._watching("waiting for a round's ids and gradients") as waiting:
-            for i, peer in sources:
-                if peer != self.rank:
-                    waiting.on(peer)
-                    announced = numbers.size + sum(map(len, inboxes[i]))
-                    if sizes[i] != announced:
-                        raise OSError(f"{sizes[i]} bytes came where the header announced {announced}")
-                    mesh.read(peer, inboxes[i])
+            for i, peer in peers:
+                waiting.on(peer)
+                announced = numbers.size + sum(map(len, inboxes[i]))
+                if sizes[i] != announced:
+                    raise OSError(f"{sizes[i]} bytes came where the header announced {announced}")
+                mesh.read(peer, inboxes[i])
             mesh.finish()
         if own is not None:
-            _copy(own, inboxes[[peer for _, peer in sources].index(self.rank)])
+            _copy(own, inboxes[sources.index(self.rank)])
         return received
 
     def swap(self, outgoing: Sequence[Column], room: Sequence[Column], members: Sequence[int] = ()) -> None:
@@ -406,7 +402,8 @@ class Comm:
         if self._mesh is None:
             self._all_to_all(outgoing, room)
             return
-        mesh, ranks, peers = self._mesh, *self._ranks(members)
+        mesh, ranks = self._mesh, members or range(self.world_size)
+        peers = self._after_me(ranks)
         messages = _by_rank(outgoing, len(ranks))
         inboxes = _by_rank(room, len(ranks))
         with self._watching("sending rows") as waiting:
@@ -418,16 +415,18 @@ class Comm:
         own = ranks.index(self.rank)
         _copy(messages[own], inboxes[own])
         with self._watching("waiting for rows") as waiting:
-            for i, peer in peers:
+            for i, peer in reversed(peers):
                 if any(inboxes[i]):
                     waiting.on(peer)
                     mesh.receive(peer, Kind.ROUND, inboxes[i])
             mesh.finish()
 
-    def _ranks(self, members: Sequence[int]) -> tuple[Sequence[int], list[tuple[int, int]]]:
-        """(the ranks that take part, those other than this one with their numbers among them)."""
-        ranks = members or range(self.world_size)
-        return ranks, [(i, rank) for i, rank in enumerate(ranks) if rank != self.rank]
+    def _after_me(self, ranks: Sequence[int]) -> list[tuple[int, int]]:
+        """The others of `ranks` with their numbers among them, in the order in which this rank sends to them, from the
+        next on; so they do not all send to the same at a time. Backwards, it is the order in which they send here."""
+        peers = [(i, rank) for i, rank in enumerate(ranks) if rank != self.rank]
+        first = next((k for k, (_, rank) in enumerate(peers) if rank > self.rank), 0)
+        return peers[first:] + peers[:first]
 
     def _count(self, messages: Sequence[Sequence[memoryview]], num_header_bytes: int, inside: bool) -> None:
         num_bytes = sum(len(piece) for pieces in messages for piece in pieces)

@@ -25,6 +25,10 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
 
 from parallax import comm, runtime
+from parallax.foresight import Foresight
+
+NUM_WATCHED = 3
+"""Batches of a loop before one is read ahead."""
 
 
 def shard(data: Any, *, split_batches: bool = False, seed: int = 0) -> Any:
@@ -214,6 +218,53 @@ def count_samples(batch: Any) -> int | None:
     return None if first is None else len(first)
 
 
+def _ids(batch: Any) -> list[torch.Tensor]:
+    """Tensors of a batch that may hold ids."""
+    whole = (torch.int64, torch.int32)
+    return [x for x in _leaves(batch) if isinstance(x, torch.Tensor) and x.dtype in whole and x.dim()]
+
+
+def _memory(batch: Any) -> set[int]:
+    """Addresses of what a batch is made of."""
+    found = set()
+    for x in _leaves(batch):
+        if isinstance(x, torch.Tensor) and x.layout == torch.strided:
+            found.add(x.data_ptr())
+        elif isinstance(x, np.ndarray):
+            found.add(x.ctypes.data)
+        elif not isinstance(x, (str, bytes, int, float, type(None))):
+            found.add(id(x))
+    return found - {0}  # of what is empty
+
+
+def _with_next(batches: Iterator[Any], wanted: Callable[[], bool]) -> Iterator[tuple[Any, Any]]:
+    """Each batch with the one after it; None: it is the last, or not read yet.
+
+    A batch is only read ahead if that cannot change the one before: data that fill the same memory again would. So the
+    first ones are read one by one, and compared.
+    """
+    first = []
+    for batch in itertools.islice(batches, NUM_WATCHED):
+        first.append(batch)
+        yield batch, None
+    places = [place for batch in first for place in _memory(batch)]
+    apart = len(set(places)) == len(places)
+    first.clear()
+    if not apart or not wanted():
+        yield from ((batch, None) for batch in batches)
+        return
+    end = object()
+    batch = next(batches, end)
+    while batch is not end:
+        try:
+            following = next(batches, end)
+        except Exception:
+            yield batch, None
+            raise
+        yield batch, None if following is end else following
+        batch = following
+
+
 def _leaves(batch: Any, into_lists: bool = True) -> Iterator[Any]:
     if isinstance(batch, Mapping):
         batch = tuple(batch.values())
@@ -285,12 +336,13 @@ class Sharded:
 
     def __init__(self, data: Any) -> None:
         self._data = data
+        self._foresight = Foresight()
 
     def __iter__(self) -> Iterator[Any]:
         rank, world_size = comm.rank(), comm.world_size()
         if world_size == 1:
             return iter(self._data)
-        return _watched(*self._start(rank, world_size))
+        return _watched(*self._start(rank, world_size), self._foresight)
 
     def __len__(self) -> int:
         """Number of batches on this rank."""
@@ -317,16 +369,17 @@ class Sharded:
         return getattr(self._data, name)
 
 
-def _watched(batches: Iterator[Any], count: Callable[[Any], int | None]) -> Iterator[Any]:
+def _watched(batches: Iterator[Any], count: Callable[[Any], int | None], foresight: Foresight) -> Iterator[Any]:
     run = runtime.current()
     if run is None:
         yield from batches
         return
     loop, whole = run.begin_loop(), False
     try:
-        for batch in batches:
+        for batch, following in _with_next(batches, lambda: run.looks_ahead):
             if (num_samples := count(batch)) is not None:
                 run.batch(loop, num_samples)
+            run.foresee(foresight, _ids(batch), None if following is None else _ids(following))
             yield batch
         whole = True
     finally:

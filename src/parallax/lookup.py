@@ -8,18 +8,22 @@ the row gradients with the table; they travel when the backward pass is over.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from parallax.ahead import Foreseen
+from parallax.foresight import Foresight
 from parallax.mesh import Column
 from parallax.message import Ask, Request
 from parallax.plan import Placement
 from parallax.rounds import Round
 from parallax.table import SKIPPED, Table, Window
 from parallax.untraced import as_it_is, untraced
+
+_NOTHING: Mapping[Table, Foreseen] = {}
 
 
 class Lookup:
@@ -290,6 +294,7 @@ class Lookups:
         on_samples: Callable[[int], None],
         on_use: Callable[..., None],
         before_read: Callable[[], None],
+        is_due: Callable[[Table], bool],
         fail: Callable[[BaseException], Any],
     ) -> None:
         """
@@ -299,6 +304,7 @@ class Lookups:
             on_samples: told the leading dimension of each lookup's ids.
             on_use: told as `on_use(table, lookup=...)` before a table is looked up or after it was used otherwise.
             before_read: told before something of whole tables is read.
+            is_due: whether what was asked for ahead of a table comes with the next round.
             fail: tells the other ranks of an error, then raises it.
         """
         self._run_round = run_round
@@ -306,7 +312,10 @@ class Lookups:
         self.on_samples = on_samples
         self.on_use = on_use
         self.before_read = before_read
+        self._is_due = is_due
         self.fail = fail
+        self.foresight: Foresight | None = None
+        """What is known of the lookups of the batches that the program reads now; None: nothing is asked for ahead."""
         self.stepping = False
         """An optimizer is running: tables are this rank's rows."""
         self._pending: list[Lookup] = []
@@ -352,10 +361,30 @@ class Lookups:
             by_table.setdefault(lookup.table, []).append(lookup)
         wanted = [self._want(table, lookups) for table, lookups in by_table.items()]
         missing = [w for w in wanted if w.leased.numel() or w.unleased.numel()]
-        rows = self.lease(missing) if missing else []
+        rows = self.lease(missing, self._ahead(by_table)) if missing or any(map(self._is_due, by_table)) else []
         extra = {id(w): r for w, r in zip(missing, rows, strict=True)}
         for w in wanted:
             self._resolve(w, extra.get(id(w)))
+
+    def _ahead(self, by_table: Mapping[Table, Sequence[Lookup]]) -> dict[Table, Foreseen]:
+        """What is likely to be looked up in the step after this one, if it is known and not asked for yet."""
+        if self.foresight is None or not any(lookup.trainable for of in by_table.values() for lookup in of):
+            return {}
+        found = {}
+        following = self.foresight.following()
+        for table in by_table:
+            ids = following.get(table.name)
+            if ids is None or table.partitioning is None:
+                continue
+            if table.foreseen is not None and not self._is_due(table):
+                self.foresight.give_up()  # gradients accumulate: what is asked for ahead is late, or for nothing
+                return {}
+            low, high = torch.stack(torch.aminmax(ids)).tolist()
+            if low >= 0 and high < table.num_rows:
+                keys, inverse = torch.unique(table.partitioning.keys(ids.to(table.device)), return_inverse=True)
+                spans = table.partitioning.by_owner(table.partitioning.cuts(keys))
+                found[table] = Foreseen(ids, keys, inverse, Column(table.partitioning.positions(keys), spans))
+        return found
 
     def lease_keys(self, table: Table, keys: torch.Tensor) -> None:
         """Puts sorted `keys` on lease that are not."""
@@ -364,12 +393,16 @@ class Lookups:
         if not bool(known.all()):
             self.lease([_Wanted(table, [], keys[~known], nothing, nothing, nothing)])
 
-    def lease(self, wanted: Sequence[_Wanted]) -> list[torch.Tensor]:
-        """One round for all of `wanted`; returns the rows of the unleased keys of each."""
+    def lease(self, wanted: Sequence[_Wanted], ahead: Mapping[Table, Foreseen] = _NOTHING) -> list[torch.Tensor]:
+        """One round for all of `wanted`; returns the rows of the unleased keys of each.
+
+        Args:
+            ahead: what to ask for ahead in it.
+        """
         asks = [
             Ask.by_keys(w.table, w.leased, w.unleased, w.table.window.renorm, merged=w.table.merged) for w in wanted
         ]
-        answers = self._run_round(Request(asks=asks)).rows
+        answers = self._run_round(Request(asks=asks, ahead=ahead)).rows
         for w, ask, (rows, _) in zip(wanted, asks, answers, strict=True):
             if w.leased.numel():
                 w.table.window.add(w.leased, rows, ask.leased.spans)
@@ -388,11 +421,20 @@ class Lookups:
                     f"{renorms}); use one for all lookups (rank {table.rank})"
                 )
             )
-        table.window.renorm = renorms.pop()
+        [table.window.renorm] = renorms
         if table.device.type != "cpu":
             self._check_range(lookups[0], ids)
-        keys, inverse = torch.unique(table.partitioning.keys(ids), return_inverse=True)
-        _, known = table.window.find(keys)
+        if self.foresight is not None and renorms == {None} and all(lookup.trainable for lookup in lookups):
+            self.foresight.see(table.name, ids)
+        foreseen = table.foreseen if self._is_due(table) else None
+        if foreseen is not None and torch.equal(ids, foreseen.ids):
+            keys, inverse = foreseen.keys, foreseen.inverse
+            known = torch.ones_like(keys, dtype=torch.bool)
+        else:
+            keys, inverse = torch.unique(table.partitioning.keys(ids), return_inverse=True)
+            _, known = table.window.find(keys)
+            if foreseen is not None:
+                known |= torch.isin(keys, foreseen.keys)
         if all(lookup.trainable and lookup.is_padding is None for lookup in lookups):
             return _Wanted(table, lookups, keys[~known], keys[:0], keys, inverse)
         trains = torch.cat(

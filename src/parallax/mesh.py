@@ -404,5 +404,15 @@ def _greet(caller: socket.socket, said: bytearray, token: bytes) -> int | None:
 def _set_up(connection: socket.socket, timeout: float) -> None:
     connection.setblocking(True)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    # BBR paces a flow by what it carried before, which was less when its rank was computing: waves take half as long
+    # again, or more (docs/design/transport.md). Cubic is Linux's default; "reno" is allowed everywhere.
+    if (option := getattr(socket, "TCP_CONGESTION", None)) is not None:
+        for other in (b"cubic", b"reno"):
+            with contextlib.suppress(OSError):
+                if connection.getsockopt(socket.IPPROTO_TCP, option, 16).startswith(b"bbr"):
+                    connection.setsockopt(socket.IPPROTO_TCP, option, other)
+    if os.environ.get("XBUF"):
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, int(os.environ["XBUF"]))
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, int(os.environ["XBUF"]))
     limit = struct.pack("ll", int(timeout), int(timeout % 1 * 1e6))
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)

@@ -10,10 +10,11 @@ import dataclasses
 import enum
 import functools
 import struct
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
+from parallax.ahead import Brought, Foreseen, Ordered
 from parallax.config import WireDtype
 from parallax.mesh import Column
 from parallax.table import Incoming, Push, Table, scaled
@@ -111,21 +112,25 @@ class Request:
     """Bytes (uint8) for ranks that are out of data."""
     dropped: Collection[Table] = ()
     """Tables whose gradient, as it was before these pushes, has been dropped or zeroed here."""
+    ahead: Mapping[Table, Foreseen] = dataclasses.field(default_factory=dict)
+    """Rows of this rank's next step."""
+    brought: Mapping[Table, Brought] = dataclasses.field(default_factory=dict)
+    """Rows for those who asked for them ahead."""
 
 
 FIXED = 10
 VERSION, FLAGS, WEIGHT, LOOP, WANT, FIELD, ORDER, SETTINGS, BLOB, EARLY = range(FIXED)
-PER_TABLE = 6
-_ASKED, _LEASED, _PUSHED, _MARKS, _MAX_NORM, _NORM_TYPE = range(PER_TABLE)
-_SOME, _DROPPED = 1, 2
-"""Bits of _MARKS: gradients for some of the leases only; `Request.dropped`."""
+PER_TABLE = 8
+_ASKED, _LEASED, _PUSHED, _MARKS, _MAX_NORM, _NORM_TYPE, _AHEAD, _BROUGHT = range(PER_TABLE)
+_SOME, _DROPPED, _PARTS = 1, 2, 4
+"""Bits of _MARKS: gradients for some of the leases only; `Request.dropped`; `Brought.at` tells which rows they are."""
 _NOT_PUSHED = -1
 _NO_RENORM = -1.0
 
 
 def nothing_of_a_table() -> tuple[int, ...]:
     """What a header says of a table that a rank has nothing to do with."""
-    return 0, 0, _NOT_PUSHED, 0, bits(_NO_RENORM), bits(2.0)
+    return 0, 0, _NOT_PUSHED, 0, bits(_NO_RENORM), bits(2.0), 0, 0
 
 
 def pack(
@@ -152,12 +157,23 @@ def pack(
             columns += (column for column in (push.ids, push.positions) if column is not None)
             grads, spans = push.grads.tensor, push.grads.spans
             columns += (Column(part, spans) for part in encode(grads, _wire_of_push(table, wire)))
+        ahead, rows = nothing, nothing
+        if (foreseen := request.ahead.get(table)) is not None:
+            ahead = foreseen.positions.spans
+            columns.append(foreseen.positions)
+        if (bringing := request.brought.get(table)) is not None:
+            rows = bringing.rows.spans
+            if bringing.at is not None:
+                marks |= _PARTS
+                columns.append(bringing.at)
+            columns += (Column(part, rows) for part in encode(bringing.rows.tensor, wire))
         tail = (marks, bits(renorm[0]), bits(renorm[1]))
         for r, header in enumerate(headers):
             num_leased = leased[r][1] - leased[r][0]
             num_asked = num_leased + unleased[r][1] - unleased[r][0]
             num_brought = _NOT_PUSHED if brought is None else brought[r][1] - brought[r][0]
-            header += (num_asked, num_leased, num_brought, *tail)
+            more = ahead[r][1] - ahead[r][0], rows[r][1] - rows[r][0]
+            header += (num_asked, num_leased, num_brought, *tail, *more)
     if request.blob is not None:
         columns.append(Column.same(request.blob, world_size))
     return headers, columns
@@ -194,11 +210,24 @@ class Arrival:
         wire = _wire_of_push(table, wire)
         self._grads = new_encoded(sum(self._num_pushed), table.push_width, table.dtype, wire, table.device)
         """Encoded."""
+        num_ahead = [h[_AHEAD] for h in headers]
+        self._ahead = Column.split(new(sum(num_ahead), dtype=id_dtype), num_ahead)
+        self._num_brought = [h[_BROUGHT] for h in headers]
+        num_parts = [n if h[_MARKS] & _PARTS else 0 for h, n in zip(headers, self._num_brought, strict=True)]
+        self._parts = Column.split(new(sum(num_parts), dtype=torch.int32), num_parts)
+        self._rows = new_encoded(sum(self._num_brought), table.width, table.dtype, self._wire, table.device)
 
     @property
     def columns(self) -> list[Column]:
         """What is filled with what follows the headers."""
-        return [self.ids, self._some, *(Column.split(part, self._num_pushed) for part in self._grads)]
+        grads = [Column.split(part, self._num_pushed) for part in self._grads]
+        rows = [Column.split(part, self._num_brought) for part in self._rows]
+        return [c for c in (self.ids, self._some, *grads, self._ahead, self._parts, *rows) if len(c.tensor)]
+
+    @property
+    def orders(self) -> bool:
+        """Rows are asked for ahead."""
+        return len(self._ahead.tensor) > 0
 
     @property
     def renorms(self) -> set[tuple[float, float] | None]:
@@ -209,14 +238,24 @@ class Arrival:
             if h[_ASKED]
         }
 
-    def note(self) -> None:
-        """Keeps leases and gradients in the table, and does what a lookup with max_norm does to rows."""
+    def note(self, updated: bool = False) -> None:
+        """Keeps leases and gradients in the table, and does what a lookup with max_norm does to rows.
+
+        Args:
+            updated: what came are the first messages since the weights changed.
+        """
         table = self.table
         # Gradients first: those of all leases are of the leases before this round.
         if self._is_pushed:
             table.pushed = True
             grads = decode(self._grads, table.dtype)
             table.receive(Incoming(self._rows_pushed(table.leases), grads, self._num_pushed))
+        if table.foreseen is not None and any(self._num_brought):
+            table.foreseen.fill(decode(self._rows, table.dtype), self._num_brought, self._parts)
+        if updated:
+            table.keep_promises()
+        if len(self._ahead.tensor):
+            table.ordered = Ordered(self._ahead)
         self.lease(self.ids.tensor, table.leases)
         for source, h in enumerate(self._headers):
             if h[_ASKED] and h[_MAX_NORM] != bits(_NO_RENORM):

@@ -114,13 +114,12 @@ def move_table(table: Table, new: Partitioning | None, optimizers: Optimizers, c
                 )
     moved = move_rows(held, table.partitioning, new, comm)
     table.grad = None
-    table.partitioning = new
+    table.move(new)
     table.set_data(moved[0])
     for (state, key), value in zip(states, moved[1:], strict=False):
         state[key] = value
     if grad is not None:
         table.grad = moved[-1]
-    table.forget_leases()
 
 
 def move_rows(

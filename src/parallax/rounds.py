@@ -82,7 +82,9 @@ class Rounds:
         self.wire = wire
         self.num_rounds = 0
         self._num_early = 0
-        """Pushes of this rank that no round has told of."""
+        """Messages that this rank has posted, and no round has told of."""
+        self._latest_version = 0
+        """That of the latest round."""
         self.version = 0
         """Number of optimizer steps and other changes; ranks that differ in it are not training the same model."""
         self.settings = 0
@@ -118,6 +120,11 @@ class Rounds:
             blobs.extend(map(blob.part, range(len(headers))))
             return [column for arrival in arrivals for column in arrival.columns] + [blob]
 
+        updated = self.version != self._latest_version
+        self._latest_version = self.version
+        if updated:
+            rest = {table: brought for table in self.tables if (brought := table.rest_of_orders()) is not None}
+            request = dataclasses.replace(request, brought=rest)
         message, self._num_early = self._pack(request), 0
         received = self.comm.exchange(*message, make_room)
         self.num_rounds += 1
@@ -125,8 +132,13 @@ class Rounds:
         self._check(received, flags)
         self._collect([h[EARLY] for h in received])
         for arrival in arrivals:
-            arrival.note()
+            arrival.note(updated)
+        for table, foreseen in request.ahead.items():
+            table.foreseen = foreseen
         rows, norms = self._swap(request, received, arrivals)
+        for arrival in arrivals:
+            if arrival.orders and (sent := arrival.table.unleased_orders()) is not None:
+                self._post(arrival.table, Request(brought={arrival.table: sent}))
         return Round(
             flags=flags,
             weights=[number(h[WEIGHT]) for h in received],
@@ -137,17 +149,25 @@ class Rounds:
         )
 
     @property
-    def can_push_early(self) -> bool:
+    def can_post(self) -> bool:
+        """Messages may leave between rounds."""
         return self.comm.can_tell and not self.comm.merges  # workers of one machine first add up
 
     def push_early(self, push: Push) -> None:
         """Sends gradients at once; they count from the next round on, which tells the others of them."""
-        number = self.tables.index(push.table)
-        self.comm.post(*pack(Request(pushes=[push]), [push.table], [number], self.comm.world_size, self.wire))
+        self._post(push.table, Request(pushes=[push]))
+
+    def is_due(self, table: Table) -> bool:
+        """What this rank has asked for ahead comes with the next round."""
+        return table.foreseen is not None and self.version != self._latest_version
+
+    def _post(self, table: Table, request: Request) -> None:
+        number = self.tables.index(table)
+        self.comm.post(*pack(request, [table], [number], self.comm.world_size, self.wire))
         self._num_early += 1
 
     def _collect(self, num_early: Sequence[int]) -> None:
-        """Takes in what each rank has pushed early."""
+        """Takes in what each rank has posted since its latest round."""
         for i in range(max(num_early)):
             self._collect_from([rank for rank, n in enumerate(num_early) if n > i])
 

@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_flatten
 from parallax.comm import Comm, DisagreementError, ParallaxError, PeerError
 from parallax.config import Config, WireDtype
 from parallax.dense import Contribution, DenseGradients, Totals, accumulate
+from parallax.foresight import Foresight
 from parallax.hooks import ParameterHooks
 from parallax.links import find_topology
 from parallax.lookup import Lookups
@@ -126,6 +127,7 @@ class Runtime:
             on_samples=self._on_samples,
             on_use=self._on_use,
             before_read=self._before_read,
+            is_due=self.rounds.is_due,
             fail=self.fail,
         )
         self.reads = WholeReads(self.lookups, self._run_round, lambda: self.rounds.tables, self._on_change)
@@ -391,7 +393,7 @@ class Runtime:
     def _on_row_gradients(self, table: Table) -> None:
         """A table has got gradients; if they are its last while others are to come, they leave now."""
         self._on_backward()
-        if not self.config.overlap or table.num_open or not table.can_push_early or not self.rounds.can_push_early:
+        if not self.config.overlap or table.num_open or not table.can_push_early or not self.rounds.can_post:
             return
         if not self.dense.all_launched or any(t.num_open and t.sharded for t in self.tables.values()):
             push = table.collect()
@@ -421,6 +423,8 @@ class Runtime:
             pushes = [push for table in tables if (push := table.collect()) is not None]
             for table in tables:
                 table.num_open = 0
+                if self.lookups.foresight is not None and table.is_wasteful:
+                    self.lookups.foresight.doubt(table.name)
             if self._needs_rounds() or self._keeping:
                 local = Flag.LOCAL if self._keeps_dense() else 0
                 flags = Flag.DONE | self._news() | local
@@ -972,9 +976,28 @@ class Runtime:
         """A loop of this rank gets a batch of so many samples."""
         self.samples.begin_batch(loop, num_samples)
 
+    @property
+    def looks_ahead(self) -> bool:
+        """It is of use to know a batch before it is trained with."""
+        tables = self.tables.values()
+        return self.config.overlap and self.rounds.can_post and any(t.sharded for t in tables)
+
+    def foresee(
+        self, foresight: Foresight, batch: Sequence[torch.Tensor], following: Sequence[torch.Tensor] | None
+    ) -> None:
+        """A loop gets a batch, and knows the next one (or None).
+
+        Args:
+            foresight: what is known of the batches of its data.
+            batch: its tensors.
+        """
+        foresight.begin(batch, following)
+        self.lookups.foresight = foresight
+
     def end_batches(self, loop: int, *, early: bool) -> None:
         """A loop of this rank is over: it was left early, or has no more data."""
         self.samples.end_batches(loop)
+        self.lookups.foresight = None
         if early and loop == self.rounds.loop:
             self.rounds.loop += 1
 

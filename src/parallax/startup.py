@@ -92,8 +92,7 @@ def check_same_optimizers(comm: Comm, optimizers: Sequence[torch.optim.Optimizer
 
 def make_rows(comm: Comm, model: nn.Module, table: Table, owners: Sequence[int], config: Config) -> None:
     """Makes this rank's rows of a table that was built on the meta device."""
-    table.partitioning = Partitioning(table.num_rows, owners, comm.world_size, comm.device, comm.agents)
-    table.forget_leases()
+    table.move(partitioning := Partitioning(table.num_rows, owners, comm.world_size, comm.device, comm.agents))
     rows = torch.empty((table.num_held, *table.row_shape), dtype=table.dtype, device=comm.device)
     module, attribute = _holder(model, table.name)
     devices = [] if comm.device.type == "cpu" else [comm.device]
@@ -105,7 +104,7 @@ def make_rows(comm: Comm, model: nn.Module, table: Table, owners: Sequence[int],
         elif isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and attribute == "weight":
             rows.normal_()
             if module.padding_idx is not None:
-                rows[table.partitioning.rows_of(comm.rank) == module.padding_idx] = 0
+                rows[partitioning.rows_of(comm.rank) == module.padding_idx] = 0
         else:
             raise ParallaxError(
                 f"rank {comm.rank}: {table.name!r} was built on the meta device and is not the weight of an "

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
+from parallax.ahead import MOST_CHANGED, Brought, Foreseen, Ordered
 from parallax.mesh import Column
 from parallax.plan import Placement, Use
 
@@ -20,8 +21,11 @@ SKIPPED = -1
 """In the slots of a contribution: this gradient belongs to no row (padding)."""
 
 
+USEFUL = 0.9
+"""If less of the rows on lease gets a gradient, it was a wrong guess to ask for them ahead."""
+
 EARLY_BYTES = 2**16
-"""Gradients of this size need not wait for the end of the backward pass."""
+"""Gradients of this size need not wait for the end of the backward pass, nor rows for the next step."""
 
 
 class Partitioning:
@@ -132,6 +136,8 @@ class Window:
         """(max_norm, norm_type) of the lookups that leased the rows."""
         self.spans: list[list[tuple[int, int]]] = [[] for _ in range(num_asked)]
         """For each that was asked, the spans of slots leased from it, oldest first."""
+        self.foreseen = False
+        """Rows have come that were asked for ahead."""
 
     def __len__(self) -> int:
         return self.keys.numel()
@@ -242,12 +248,18 @@ class Table:
         """Optimizers update the rows with a gradient only."""
         self.use = Use.NONE
         self.num_rows_touched = 0
-        """Distinct rows with a gradient in this rank's latest step."""
+        """Distinct rows with a gradient of this rank in the step that is being closed."""
         self.window = Window(self, world_size)
         self.agent: Agent | None = None
         """If this worker may ask for others."""
         self.leases: list[list[torch.Tensor]] = [[] for _ in range(world_size)]
         """Per rank, the positions leased to it since the weights last changed, oldest first."""
+        self.foreseen: Foreseen | None = None
+        """Rows of this rank's next step, which come by and by."""
+        self.ordered: Ordered | None = None
+        """Rows of the next steps of all ranks, which this one is to bring."""
+        self.sends_ahead = True
+        """Rows that nobody has leased are likely to stay as they are in an update."""
         self.contributions: list[Contribution] = []
         self.incoming: list[Incoming] = []
         self.num_open = 0
@@ -343,6 +355,43 @@ class Table:
         self.agent = Agent(self) if self.merged else None
         self.leases = [[] for _ in range(self.world_size)]
 
+    def keep_promises(self) -> None:
+        """Rows that were asked for ahead are all here: they are on lease now, at both ends."""
+        if self.foreseen is not None:
+            assert self.foreseen.rows is not None
+            self.window.add(self.foreseen.keys, self.foreseen.rows, self.foreseen.positions.spans)
+            self.window.foreseen = True
+        if self.ordered is not None:
+            for source, leased in enumerate(self.leases):
+                if len(positions := self.ordered.positions.part(source)):
+                    leased.append(positions)
+        self.foreseen = self.ordered = None
+
+    @property
+    def is_wasteful(self) -> bool:
+        """At the end of a backward pass: many rows that were asked for ahead have got no gradient."""
+        return self.window.foreseen and self.num_rows_touched < USEFUL * len(self.window)
+
+    def unleased_orders(self) -> Brought | None:
+        """What is to be sent at once of what was asked for ahead."""
+        if self.ordered is None or not self.sends_ahead:
+            return None
+        return self.ordered.not_leased(self.leases, self.flat(self.data), EARLY_BYTES)
+
+    def rest_of_orders(self) -> Brought | None:
+        """After an update: what is still to be brought of what was asked for ahead."""
+        if self.ordered is None:
+            return None
+        rest, changed = self.ordered.rest(self.flat(self.data))
+        self.sends_ahead &= changed <= MOST_CHANGED
+        return rest
+
+    def move(self, partitioning: Partitioning | None) -> None:
+        """Its rows live elsewhere from now on, on all ranks."""
+        self.partitioning = partitioning
+        self.foreseen = self.ordered = None
+        self.forget_leases()
+
     # -- gradients ----------------------------------------------------------------------------------
 
     def contribute(self, window: Window | None, slots: torch.Tensor, grads: torch.Tensor) -> None:
@@ -380,7 +429,6 @@ class Table:
     def collect(self) -> Push | None:
         """Merges this rank's contributions into one gradient per row; None if the table was not used."""
         contributions, self.contributions = self.contributions, []
-        self.num_rows_touched = 0
         if not contributions:
             return None
         if not self.sharded:
@@ -389,11 +437,12 @@ class Table:
             kept = slots != SKIPPED
             ids, slots = torch.unique(slots[kept], return_inverse=True)
             merged = add_rows(grads[kept], slots, ids.numel())
-            self.num_rows_touched = ids.numel()
+            self.num_rows_touched += ids.numel()
             ids = ids.to(self.id_dtype)
             return Push(self, Column.same(merged, self.world_size), ids=Column.same(ids, self.world_size))
         slots = torch.cat([self._current_slots(c) for c in contributions])
-        push, self.num_rows_touched = self.merge(self.window, slots, torch.cat([c.grads for c in contributions]))
+        push, num_touched = self.merge(self.window, slots, torch.cat([c.grads for c in contributions]))
+        self.num_rows_touched += num_touched
         return push
 
     def merge(self, window: Window, slots: torch.Tensor, grads: torch.Tensor) -> tuple[Push, int]:
@@ -433,10 +482,11 @@ class Table:
         """
         incoming, self.incoming = self.incoming, []
         used, self.pushed = self.pushed, False
+        if used and self.watch is not None:
+            self.watch(self, incoming)
+        self.num_rows_touched = 0
         if not used:
             return False
-        if self.watch is not None:
-            self.watch(self, incoming)
         positions = _cat([i.positions for i in incoming]).long()
         brought = _cat([i.grads for i in incoming])
         sources = [n for i in incoming for n in i.num_rows]

@@ -1,0 +1,126 @@
+"""Rows of the next batch, asked for and sent ahead (`Config.overlap`): the same numbers, and they do come ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import ranks
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import parallax
+from parallax import table as tables
+from parallax.ahead import Ordered
+from parallax.table import Table
+
+NUM_STEPS, BATCH, WORDS, CLASSES = 9, 6, 300, 200
+
+
+class Model(nn.Module):
+    """Ids as they come, columns of them, several tensors of them one after the other."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, 4, sparse=sparse)
+        self.classes = nn.Embedding(CLASSES, 4, sparse=sparse)
+        self.layer = nn.Linear(4, 4)
+        self.double()
+
+    def forward(self, tokens: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
+        embedded = torch.tanh(self.layer(self.words(tokens[:, :-1]))).sum(1)
+        both = self.classes(torch.cat([tokens[:, -1] % CLASSES, classes]))
+        return (embedded * both[: len(tokens)] + both[len(tokens) :]).square().mean()
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "Adagrad, sparse": (True, lambda p: torch.optim.Adagrad(p, lr=0.1)),
+    "SGD": (False, lambda p: torch.optim.SGD(p, lr=0.5)),
+    "Adam, which changes all rows": (False, lambda p: torch.optim.Adam(p, lr=0.1)),
+    "SGD with decay": (True, lambda p: torch.optim.SGD(p, lr=0.5)),
+}
+
+
+def data(seed: int = 0) -> TensorDataset:
+    generator = torch.Generator().manual_seed(seed)
+    size = NUM_STEPS * BATCH * 4
+    tokens = torch.randint(CLASSES, (size, 4), generator=generator)
+    tokens[:, 0] = torch.randint(8, (size,), generator=generator)  # frequent ones, in every batch
+    return TensorDataset(tokens, torch.randint(CLASSES, (size,), generator=generator))
+
+
+def train(how: str, overlap: bool, between: str = "") -> tuple[list[torch.Tensor], dict[str, int]]:
+    """Returns the model's state after it was trained, and how often rows came ahead."""
+    counted = {"asked": 0, "sent ahead": 0, "brought": 0, "rounds": 0}
+    plain = Table.unleased_orders, Table.rest_of_orders
+
+    def unleased(self: Table) -> Any:
+        sent = plain[0](self)
+        counted["sent ahead"] += sent is not None
+        return sent
+
+    def rest(self: Table) -> Any:
+        brought = plain[1](self)
+        counted["brought"] += brought is not None
+        return brought
+
+    tables.EARLY_BYTES = 1
+    Table.unleased_orders, Table.rest_of_orders = unleased, rest  # type: ignore[method-assign]
+    try:
+        sparse, make = OPTIMIZERS[how]
+        torch.manual_seed(0)
+        model = Model(sparse)
+        optimizer = make(model.parameters())
+        parallax.distribute(model, optimizer, config=parallax.Config(overlap=overlap))
+        before = parallax.traffic(model)
+        for step, batch in enumerate(parallax.shard(DataLoader(data(), batch_size=BATCH))):
+            if between != "accumulate" or step % 2 == 0:
+                optimizer.zero_grad()
+            if between == "unforeseen" and step % 3 == 2:
+                batch = [t.flip(0) + 0 for t in batch]
+                batch[0] = (batch[0] + 1) % CLASSES
+            model(*batch).backward()
+            if between == "accumulate" and step % 2 == 0:
+                continue
+            optimizer.step()
+            if between == "edit":
+                with torch.no_grad():
+                    model.words.weight.mul_(0.9)
+            if between == "evaluate" and step % 2:
+                with torch.no_grad():
+                    for other in parallax.shard(DataLoader(data(1), batch_size=BATCH * 12)):
+                        model(*other)
+            if between == "decay":
+                pass
+        counted["rounds"] = (parallax.traffic(model) - before).num_rounds
+        return [p.detach().clone() for p in model.state_dict().values()], counted
+    finally:
+        tables.EARLY_BYTES = 2**16
+        Table.unleased_orders, Table.rest_of_orders = plain  # type: ignore[method-assign]
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> None:
+    torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("how", OPTIMIZERS)
+def test_rows_come_ahead_and_change_nothing(how: str) -> None:
+    for (weights, with_it), (expected, without) in zip(
+        ranks.run(3, train, how, True), ranks.run(3, train, how, False), strict=True
+    ):
+        same(weights, expected)
+        assert without == {"asked": 0, "sent ahead": 0, "brought": 0, "rounds": with_it["rounds"]}
+        assert with_it["brought"] >= 4, with_it
+        assert with_it["sent ahead"] >= 4 if "Adam," not in how else with_it["sent ahead"] <= 2, with_it
+
+
+@pytest.mark.parametrize("between", ["unforeseen", "accumulate", "edit", "evaluate"])
+def test_whatever_happens_between_steps(between: str) -> None:
+    for how in list(OPTIMIZERS)[:2]:
+        for (weights, _), (expected, _) in zip(
+            ranks.run(3, train, how, True, between), ranks.run(3, train, how, False, between), strict=True
+        ):
+            same(weights, expected)
