@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import ranks
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import parallax
+from parallax import foresight
 from parallax import table as tables
-from parallax.ahead import Ordered
 from parallax.table import Table
 
 NUM_STEPS, BATCH, WORDS, CLASSES = 9, 6, 300, 200
@@ -40,7 +38,6 @@ OPTIMIZERS: dict[str, Any] = {
     "Adagrad, sparse": (True, lambda p: torch.optim.Adagrad(p, lr=0.1)),
     "SGD": (False, lambda p: torch.optim.SGD(p, lr=0.5)),
     "Adam, which changes all rows": (False, lambda p: torch.optim.Adam(p, lr=0.1)),
-    "SGD with decay": (True, lambda p: torch.optim.SGD(p, lr=0.5)),
 }
 
 
@@ -54,21 +51,20 @@ def data(seed: int = 0) -> TensorDataset:
 
 def train(how: str, overlap: bool, between: str = "") -> tuple[list[torch.Tensor], dict[str, int]]:
     """Returns the model's state after it was trained, and how often rows came ahead."""
-    counted = {"asked": 0, "sent ahead": 0, "brought": 0, "rounds": 0}
-    plain = Table.unleased_orders, Table.rest_of_orders
+    counted = {"before": 0, "after": 0, "at last": 0, "rounds": 0}
+    plain = {name: getattr(Table, name) for name in ("bring_unleased", "bring_updated", "bring_rest")}
 
-    def unleased(self: Table) -> Any:
-        sent = plain[0](self)
-        counted["sent ahead"] += sent is not None
-        return sent
+    def counting(what: str, bring: Any) -> Any:
+        def bring_and_count(self: Table, *args: Any) -> Any:
+            brought = bring(self, *args)
+            counted[what] += brought is not None
+            return brought
 
-    def rest(self: Table) -> Any:
-        brought = plain[1](self)
-        counted["brought"] += brought is not None
-        return brought
+        return bring_and_count
 
-    tables.EARLY_BYTES = 1
-    Table.unleased_orders, Table.rest_of_orders = unleased, rest  # type: ignore[method-assign]
+    tables.EARLY_BYTES, foresight.NUM_TURNS = 1, 0
+    for (name, function), what in zip(plain.items(), counted, strict=False):
+        setattr(Table, name, counting(what, function))
     try:
         sparse, make = OPTIMIZERS[how]
         torch.manual_seed(0)
@@ -93,13 +89,12 @@ def train(how: str, overlap: bool, between: str = "") -> tuple[list[torch.Tensor
                 with torch.no_grad():
                     for other in parallax.shard(DataLoader(data(1), batch_size=BATCH * 12)):
                         model(*other)
-            if between == "decay":
-                pass
         counted["rounds"] = (parallax.traffic(model) - before).num_rounds
         return [p.detach().clone() for p in model.state_dict().values()], counted
     finally:
-        tables.EARLY_BYTES = 2**16
-        Table.unleased_orders, Table.rest_of_orders = plain  # type: ignore[method-assign]
+        tables.EARLY_BYTES, foresight.NUM_TURNS = 2**16, 6
+        for name, function in plain.items():
+            setattr(Table, name, function)
 
 
 def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> None:
@@ -112,9 +107,10 @@ def test_rows_come_ahead_and_change_nothing(how: str) -> None:
         ranks.run(3, train, how, True), ranks.run(3, train, how, False), strict=True
     ):
         same(weights, expected)
-        assert without == {"asked": 0, "sent ahead": 0, "brought": 0, "rounds": with_it["rounds"]}
-        assert with_it["brought"] >= 4, with_it
-        assert with_it["sent ahead"] >= 4 if "Adam," not in how else with_it["sent ahead"] <= 2, with_it
+        assert without == {"before": 0, "after": 0, "at last": 0, "rounds": with_it["rounds"]}
+        assert with_it["after"] >= 8, with_it
+        assert (with_it["before"] >= 8) == ("all rows" not in how), with_it
+        assert not with_it["at last"], with_it
 
 
 @pytest.mark.parametrize("between", ["unforeseen", "accumulate", "edit", "evaluate"])

@@ -60,5 +60,5 @@ def test_gradients_leave_early_and_change_nothing() -> None:
     ):
         torch.testing.assert_close(weights, expected, rtol=1e-12, atol=1e-12)
         assert num_rounds == num_expected
-        assert early == [1] * 5, "the table of classes, in each step but the first, in which the plan is made"
+        assert early == [1, 0] * 5, "classes, then words, in each step but the first, in which the plan is made"
         assert not none

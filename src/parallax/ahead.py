@@ -1,14 +1,15 @@
 """Rows of the next batch, asked for and sent while a rank still trains with the batch before.
 
 A rank that knows its next batch asks owners for the rows of it one step ahead (`foresight` tells which those are). An
-owner sends at once what nobody has leased in this step, as the update is not likely to change that. The first round
-after the update brings the rest, and once more what has changed after all, whatever has changed it: the owner compares.
-So what is here after that round is what a lookup would have brought, and on lease like it.
+owner sends at once what nobody has leased in this step, as the update is not likely to change that, and the rest when
+it has made the update. The next round brings once more what has changed after all, whatever has changed it: the owner
+compares. So what is here after that round is what a lookup would have brought, and on lease like it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -16,7 +17,7 @@ import torch
 from parallax.mesh import Column
 
 MOST_CHANGED = 0.25
-"""If more of the rows that were sent ahead change than this, an owner sends none of the table ahead any more."""
+"""If more of what was sent before an update changes than this, or after it, an owner no longer sends it then."""
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -58,7 +59,7 @@ class Foreseen:
             else torch.arange(a, a + n, device=rows.device)
             for r, (n, (a, _)) in enumerate(zip(num_rows, self.positions.spans, strict=True))
         ]
-        self.rows[torch.cat(which)] = rows
+        self.rows.index_copy_(0, torch.cat(which), rows)
 
 
 class Ordered:
@@ -70,44 +71,47 @@ class Ordered:
             positions: of the rows among those held here; of each rank its own.
         """
         self.positions = dataclasses.replace(positions, tensor=positions.tensor.long())
-        self._sent: torch.Tensor | None = None
-        """A mask over `positions`."""
-        self._copies: torch.Tensor | None = None
-        """What was sent."""
+        ends = [end for _, end in positions.spans]
+        self._ends = torch.tensor(ends, device=positions.tensor.device)
+        self._starts = torch.tensor([start for start, _ in positions.spans], device=positions.tensor.device)
+        self._missing = torch.ones_like(self.positions.tensor, dtype=torch.bool)
+        """What was not sent."""
+        self._sent: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """(numbers in `positions`, the rows as they were sent)."""
+        self.version: int | None = None
+        """Of the weights (`Rounds.version`) when the latest of all that is due was sent."""
 
-    def not_leased(
-        self, leases: Sequence[Sequence[torch.Tensor]], held: torch.Tensor, num_bytes: int
-    ) -> Brought | None:
-        """Rows that nobody has leased, to be sent now; None if they have less than `num_bytes`.
+    def not_leased(self, leases: Sequence[Sequence[torch.Tensor]], num_held: int) -> torch.Tensor:
+        """Numbers in `positions` (sorted) of the rows that nobody has leased."""
+        leased = torch.zeros(num_held, dtype=torch.bool, device=self.positions.tensor.device)
+        leased[torch.cat([self.positions.tensor[:0], *itertools.chain.from_iterable(leases)])] = True
+        return (~leased[self.positions.tensor]).nonzero().squeeze(1)
+
+    def due(self, held: torch.Tensor) -> tuple[torch.Tensor, float]:
+        """(numbers in `positions`, sorted, of what was not sent yet or has changed since; the part of it that has).
 
         Args:
             held: the rows held here, shape (rows held, width).
         """
-        leased = torch.zeros(len(held), dtype=torch.bool, device=held.device)
-        for of_one in leases:
-            for positions in of_one:
-                leased[positions.long()] = True
-        sent = ~leased[self.positions.tensor]
-        copies = held.index_select(0, self.positions.tensor[sent])
-        if copies.nbytes < max(1, num_bytes):
-            return None
-        self._sent, self._copies = sent, copies
-        return self._brought(sent, copies)
+        dtype = _BITS[held.itemsize]  # zeros have signs, and NaN is no news
+        due, num_sent, num_changed = self._missing.clone(), 0, 0
+        for numbers, then in self._sent:
+            now = held.index_select(0, self.positions.tensor[numbers])
+            changed = numbers[(now.view(dtype) != then.view(dtype)).any(1)]
+            due[changed] = True
+            num_sent, num_changed = num_sent + len(numbers), num_changed + len(changed)
+        return due.nonzero().squeeze(1), num_changed / max(1, num_sent)
 
-    def rest(self, held: torch.Tensor) -> tuple[Brought, float]:
-        """What was not sent yet, and what has changed since; and the part of it that has."""
-        if self._sent is None or self._copies is None:
-            return Brought(
-                dataclasses.replace(self.positions, tensor=held.index_select(0, self.positions.tensor)), None
-            ), 0.0
-        now = held.index_select(0, self.positions.tensor[self._sent])
-        dtype = _BITS[now.itemsize]  # zeros have signs, and NaN is no news
-        changed = (now.view(dtype) != self._copies.view(dtype)).any(1)
-        due = ~self._sent
-        due[self._sent] = changed
-        return self._brought(due, held.index_select(0, self.positions.tensor[due])), float(changed.float().mean())
-
-    def _brought(self, which: torch.Tensor, rows: torch.Tensor) -> Brought:
-        parts = [which[a:b].nonzero().squeeze(1) for a, b in self.positions.spans]
-        sizes = list(map(len, parts))
-        return Brought(Column.split(rows, sizes), Column.split(torch.cat(parts).to(torch.int32), sizes))
+    def bring(self, numbers: torch.Tensor, held: torch.Tensor) -> Brought:
+        """The rows with these numbers, as they are now."""
+        rows = held.index_select(0, self.positions.tensor[numbers])
+        everything = not self._sent and len(numbers) == len(self._missing)
+        self._sent.append((numbers, rows))
+        self._missing[numbers] = False
+        if everything:
+            return Brought(dataclasses.replace(self.positions, tensor=rows), None)
+        ends = torch.searchsorted(numbers, self._ends)
+        num_each = torch.diff(ends, prepend=ends.new_zeros(1))
+        at = numbers - self._starts.repeat_interleave(num_each)
+        sizes = num_each.tolist()
+        return Brought(Column.split(rows, sizes), Column.split(at.to(torch.int32), sizes))

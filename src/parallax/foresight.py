@@ -8,7 +8,9 @@ wrong costs messages, no more: rows that were not foreseen are asked for as ever
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
@@ -16,6 +18,9 @@ MOST_GUESSES = 4
 """For a table, after which it counts as one whose ids are not to be foreseen."""
 
 MOST_COLUMNS = 256
+
+NUM_TURNS, TURN_STEPS = 6, 5
+"""Of a trial."""
 
 _Index = int | slice
 _ENDS = (slice(None), slice(None, -1), slice(1, None))
@@ -104,6 +109,34 @@ def _pieces(batch: Sequence[torch.Tensor]) -> Iterator[tuple[Piece, torch.Tensor
                     yield piece, part
 
 
+class Trial:
+    """Whether it pays to ask ahead: steps with it and without it in turn, then what was faster stays."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.on = True
+        self._clock = clock
+        self._num_steps = 0
+        self._started: float | None = None
+        self._took: dict[bool, list[float]] = {True: [], False: []}
+
+    def step(self) -> None:
+        """A step begins; after it, `on` says whether to ask ahead in it."""
+        now = self._clock()
+        started, self._started = self._started, now
+        if self._num_steps > NUM_TURNS * TURN_STEPS:
+            return
+        if (
+            started is not None and (self._num_steps - 1) % TURN_STEPS
+        ):  # a turn's first step has what the one before asked
+            self._took[self.on].append(now - started)
+        if self._num_steps < NUM_TURNS * TURN_STEPS:
+            self.on = self._num_steps // TURN_STEPS % 2 == 0
+        elif NUM_TURNS:
+            with_it, without = (statistics.median(self._took[on]) for on in (True, False))
+            self.on = with_it <= without
+        self._num_steps += 1
+
+
 class Foresight:
     """What is known of the lookups that batches of one source feed."""
 
@@ -146,6 +179,11 @@ class Foresight:
         """Table `name` is looked up with `ids` in the step of the batch that was handed out."""
         if name not in self._certain and self._num_wrong.get(name, 0) < MOST_GUESSES:
             self._seen.setdefault(name, []).append(ids)
+
+    @property
+    def is_certain(self) -> bool:
+        """The ids of some tables are known ahead."""
+        return bool(self._certain) and not self._given_up
 
     def doubt(self, name: str) -> None:
         """What was foreseen of this table was wrong."""

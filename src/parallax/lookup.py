@@ -23,6 +23,9 @@ from parallax.rounds import Round
 from parallax.table import SKIPPED, Table, Window
 from parallax.untraced import as_it_is, untraced
 
+_FIRST = 2**62
+"""Of what is ready, autograd takes the node with the highest number: row gradients are to leave as soon as they can."""
+
 _NOTHING: Mapping[Table, Foreseen] = {}
 
 
@@ -315,7 +318,8 @@ class Lookups:
         self._is_due = is_due
         self.fail = fail
         self.foresight: Foresight | None = None
-        """What is known of the lookups of the batches that the program reads now; None: nothing is asked for ahead."""
+        """What is known of the lookups of the batches that the program reads now."""
+        self.asks_ahead = True
         self.stepping = False
         """An optimizer is running: tables are this rank's rows."""
         self._pending: list[Lookup] = []
@@ -326,6 +330,8 @@ class Lookups:
         anchor = torch.empty(0, requires_grad=True) if lookup.trainable else None
         result = _Apply.apply(anchor, per_sample_weights, lookup, self)
         assert isinstance(result, torch.Tensor)
+        if result.grad_fn is not None:
+            result.grad_fn._set_sequence_nr(_FIRST)  # type: ignore[attr-defined]
         return result
 
     def submit(self, lookup: Lookup) -> torch.Tensor:
@@ -368,7 +374,11 @@ class Lookups:
 
     def _ahead(self, by_table: Mapping[Table, Sequence[Lookup]]) -> dict[Table, Foreseen]:
         """What is likely to be looked up in the step after this one, if it is known and not asked for yet."""
-        if self.foresight is None or not any(lookup.trainable for of in by_table.values() for lookup in of):
+        if (
+            self.foresight is None
+            or not self.asks_ahead
+            or not any(lookup.trainable for of in by_table.values() for lookup in of)
+        ):
             return {}
         found = {}
         following = self.foresight.following()

@@ -205,6 +205,10 @@ class Mesh:
             raise OSError(f"{num_bytes} bytes came where {expected} were expected")
         self.read(peer, into)
 
+    def start(self) -> None:
+        """Sends what waits for the next message, as far as the system takes it now."""
+        self._write_all()
+
     def finish(self) -> None:
         """Waits until the system has taken over all that was sent."""
         self._write_all()
@@ -411,8 +415,5 @@ def _set_up(connection: socket.socket, timeout: float) -> None:
             with contextlib.suppress(OSError):
                 if connection.getsockopt(socket.IPPROTO_TCP, option, 16).startswith(b"bbr"):
                     connection.setsockopt(socket.IPPROTO_TCP, option, other)
-    if os.environ.get("XBUF"):
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, int(os.environ["XBUF"]))
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, int(os.environ["XBUF"]))
     limit = struct.pack("ll", int(timeout), int(timeout % 1 * 1e6))
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)

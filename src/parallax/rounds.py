@@ -8,10 +8,11 @@ it brings. Then whoever was asked answers. A rank with nothing to ask still take
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 
+from parallax.ahead import Brought
 from parallax.comm import Comm, DisagreementError, ParallaxError
 from parallax.config import WireDtype
 from parallax.merging import Merging
@@ -123,7 +124,7 @@ class Rounds:
         updated = self.version != self._latest_version
         self._latest_version = self.version
         if updated:
-            rest = {table: brought for table in self.tables if (brought := table.rest_of_orders()) is not None}
+            rest = {table: brought for table in self.tables if (brought := table.bring_rest(self.version)) is not None}
             request = dataclasses.replace(request, brought=rest)
         message, self._num_early = self._pack(request), 0
         received = self.comm.exchange(*message, make_room)
@@ -137,8 +138,8 @@ class Rounds:
             table.foreseen = foreseen
         rows, norms = self._swap(request, received, arrivals)
         for arrival in arrivals:
-            if arrival.orders and (sent := arrival.table.unleased_orders()) is not None:
-                self._post(arrival.table, Request(brought={arrival.table: sent}))
+            if arrival.orders:
+                self._bring_early(arrival.table, arrival.table.bring_unleased())
         return Round(
             flags=flags,
             weights=[number(h[WEIGHT]) for h in received],
@@ -156,6 +157,15 @@ class Rounds:
     def push_early(self, push: Push) -> None:
         """Sends gradients at once; they count from the next round on, which tells the others of them."""
         self._post(push.table, Request(pushes=[push]))
+
+    def bring_updated(self, tables: Collection[Table]) -> None:
+        """These tables were updated: sends what was asked for ahead."""
+        for table in tables:
+            self._bring_early(table, table.bring_updated(self.version))
+
+    def _bring_early(self, table: Table, brought: Brought | None) -> None:
+        if brought is not None:
+            self._post(table, Request(brought={table: brought}))
 
     def is_due(self, table: Table) -> bool:
         """What this rank has asked for ahead comes with the next round."""

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_flatten
 from parallax.comm import Comm, DisagreementError, ParallaxError, PeerError
 from parallax.config import Config, WireDtype
 from parallax.dense import Contribution, DenseGradients, Totals, accumulate
-from parallax.foresight import Foresight
+from parallax.foresight import Foresight, Trial
 from parallax.hooks import ParameterHooks
 from parallax.links import find_topology
 from parallax.lookup import Lookups
@@ -151,6 +151,8 @@ class Runtime:
         """Parameters with a dense gradient that are in no bucket yet, in the order of arrival."""
         self._num_steps = 0
         self._step_depth, self._resume_phase = 0, Phase.FORWARD
+        self.asking = Trial()
+        """Of asking for rows ahead."""
         self._queued = False
         """`_close` will be called at the end of the backward pass that is running."""
         self._counts = Contribution(scale=0.0, weight=0.0, out=False)
@@ -847,6 +849,7 @@ class Runtime:
             self.phase = self._resume_phase
             self.clock.end_update()
             self._stepped = True
+            self.rounds.bring_updated(self.optimizers.tables_of(optimizer))
 
     def _leave_step(self) -> None:
         self.phase, self.lookups.stepping = Phase.FORWARD, False
@@ -993,6 +996,9 @@ class Runtime:
         """
         foresight.begin(batch, following)
         self.lookups.foresight = foresight
+        if foresight.is_certain and following is not None:
+            self.asking.step()
+        self.lookups.asks_ahead = self.asking.on
 
     def end_batches(self, loop: int, *, early: bool) -> None:
         """A loop of this rank is over: it was left early, or has no more data."""

@@ -258,8 +258,9 @@ class Table:
         """Rows of this rank's next step, which come by and by."""
         self.ordered: Ordered | None = None
         """Rows of the next steps of all ranks, which this one is to bring."""
-        self.sends_ahead = True
-        """Rows that nobody has leased are likely to stay as they are in an update."""
+        self.sends_before = self.sends_after = True
+        """What is asked for ahead is sent before an update if nobody has leased it, and after it: it is not likely to
+        change any more."""
         self.contributions: list[Contribution] = []
         self.incoming: list[Incoming] = []
         self.num_open = 0
@@ -372,19 +373,36 @@ class Table:
         """At the end of a backward pass: many rows that were asked for ahead have got no gradient."""
         return self.window.foreseen and self.num_rows_touched < USEFUL * len(self.window)
 
-    def unleased_orders(self) -> Brought | None:
+    def bring_unleased(self) -> Brought | None:
         """What is to be sent at once of what was asked for ahead."""
-        if self.ordered is None or not self.sends_ahead:
+        if self.ordered is None or not self.sends_before:
             return None
-        return self.ordered.not_leased(self.leases, self.flat(self.data), EARLY_BYTES)
+        return self._bring(self.ordered.not_leased(self.leases, self.num_held), EARLY_BYTES)
 
-    def rest_of_orders(self) -> Brought | None:
-        """After an update: what is still to be brought of what was asked for ahead."""
+    def bring_updated(self, version: int) -> Brought | None:
+        """After an update, which makes the weights those of `version`: what is to be sent of the rest."""
         if self.ordered is None:
             return None
-        rest, changed = self.ordered.rest(self.flat(self.data))
-        self.sends_ahead &= changed <= MOST_CHANGED
-        return rest
+        due, changed = self.ordered.due(self.flat(self.data))
+        self.sends_before &= changed <= MOST_CHANGED
+        if not self.sends_after or (brought := self._bring(due, EARLY_BYTES)) is None:
+            return None
+        self.ordered.version = version
+        return brought
+
+    def bring_rest(self, version: int) -> Brought | None:
+        """In the first round with the weights of `version`: what is still to be brought."""
+        if self.ordered is None or self.ordered.version == version:
+            return None
+        due, changed = self.ordered.due(self.flat(self.data))
+        self.sends_after &= changed <= MOST_CHANGED or self.ordered.version is None
+        return self._bring(due, 1)
+
+    def _bring(self, numbers: torch.Tensor, least_bytes: int) -> Brought | None:
+        assert self.ordered is not None
+        if len(numbers) * self.row_bytes < least_bytes:
+            return None
+        return self.ordered.bring(numbers, self.flat(self.data))
 
     def move(self, partitioning: Partitioning | None) -> None:
         """Its rows live elsewhere from now on, on all ranks."""
