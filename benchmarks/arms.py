@@ -24,6 +24,7 @@ from torch_group import torch_group
 from turns import Group, settings, take, tell
 
 import parallax
+from parallax.foresight import NUM_TURNS, TURN_STEPS
 
 
 def by_parallax(model: nn.Module, optimizer: torch.optim.Optimizer, **config: Any) -> nn.Module:
@@ -45,6 +46,9 @@ ARMS: dict[str, tuple[bool, Callable[[nn.Module, torch.optim.Optimizer], nn.Modu
 ("hand-written" has a step of its own, `handwritten.py`)."""
 
 NOT_OURS = ("ddp-sparse", "ddp-dense", "hand-written", "compute-only")
+
+SETTLE = 2 + NUM_TURNS * TURN_STEPS
+"""Steps after which parallax knows whether it pays to ask ahead."""
 
 ONLY_NAMED = ("planned", "hybrid-bfloat16", "hand-written")
 """Arms that take part when they are asked for."""
@@ -96,7 +100,7 @@ def take_turn(args: Any, batches: list[Batch], group: Group, *, arm: str, repeat
         take(lambda: trainer.step(next(data)), group, args.seconds, arm=arm, repeat=repeat)
         trainer.comm.close()
         return
-    take(step, group, args.seconds, arm=arm, repeat=repeat)
+    take(step, group, args.seconds, SETTLE if arm.startswith(("hybrid", "planned")) else 0, arm=arm, repeat=repeat)
     parallax.shutdown()  # nothing for the arms that are not parallax's
 
 

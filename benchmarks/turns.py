@@ -3,8 +3,8 @@
 It needs nothing but the standard library, since peers import it in environments of their own.
 
 A turn: some steps over unlimited links to warm up (in which libraries watch, or build what they need), some over the
-links of the setting, and then about `seconds` of steps that count, between two barriers. Each worker prints one line,
-which the launcher reads.
+links of the setting (more, where a library tries something then), and then about `seconds` of steps that count, between
+two barriers. Each worker prints one line, which the launcher reads.
 """
 
 from __future__ import annotations
@@ -58,8 +58,12 @@ def settings(folder: Path) -> argparse.Namespace:
     return argparse.Namespace(**json.loads((folder / "settings.json").read_text()))
 
 
-def take(step: Callable[[], Any], group: Group, seconds: float, **facts: Any) -> None:
-    """Takes a turn with a step that returns its loss, and prints what was measured, with `facts`."""
+def take(step: Callable[[], Any], group: Group, seconds: float, settle: int = 0, **facts: Any) -> None:
+    """Takes a turn with a step that returns its loss, and prints what was measured, with `facts`.
+
+    Args:
+        settle: further steps before those that count, in which something is tried over the links of the setting.
+    """
     group.ask("links unlimited")
     for _ in range(WARM_UP):
         step()
@@ -67,7 +71,9 @@ def take(step: Callable[[], Any], group: Group, seconds: float, **facts: Any) ->
     start = time.perf_counter()
     for _ in range(WARM_UP_LIMITED):
         loss = float(step())
-    num_steps = max(2, round(seconds / group.largest((time.perf_counter() - start) / WARM_UP_LIMITED)))
+    for _ in range(settle):
+        step()
+    num_steps = max(2, round(seconds / group.largest((time.perf_counter() - start) / (WARM_UP_LIMITED + settle))))
     group.barrier()
     start, cpu, (sent, received) = time.perf_counter(), time.process_time(), link_counters()
     for _ in range(num_steps):

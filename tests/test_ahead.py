@@ -92,7 +92,7 @@ def train(how: str, overlap: bool, between: str = "") -> tuple[list[torch.Tensor
         counted["rounds"] = (parallax.traffic(model) - before).num_rounds
         return [p.detach().clone() for p in model.state_dict().values()], counted
     finally:
-        tables.EARLY_BYTES, foresight.NUM_TURNS = 2**16, 6
+        tables.EARLY_BYTES, foresight.NUM_TURNS = 2**16, 4
         for name, function in plain.items():
             setattr(Table, name, function)
 

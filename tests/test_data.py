@@ -38,6 +38,7 @@ class FakeRuntime:
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
+        self.foreseen: list[Any] = []
 
     def begin_loop(self) -> int:
         self.calls.append("begin")
@@ -45,6 +46,11 @@ class FakeRuntime:
 
     def batch(self, loop: int, num_samples: int) -> None:
         self.calls.append(num_samples)
+
+    looks_ahead = False
+
+    def foresee(self, foresight: Any, batch: Any, following: Any) -> None:
+        self.foreseen.append((batch, following))
 
     def end_batches(self, loop: int, *, early: bool) -> None:
         self.calls.append("left" if early else "end")
@@ -58,6 +64,54 @@ def run(monkeypatch: pytest.MonkeyPatch) -> FakeRuntime:
     fake = FakeRuntime()
     monkeypatch.setattr(runtime, "current", lambda: fake)
     return fake
+
+
+def test_a_batch_is_read_ahead_when_each_has_memory_of_its_own(
+    run: FakeRuntime, become: Callable[[int, int], None]
+) -> None:
+    run.looks_ahead = True
+    become(0, 2)
+    read: list[int] = []
+
+    def batches(make: Callable[[int], Any]) -> Iterator[Any]:
+        for k in range(12):
+            read.append(k)
+            yield make(k)
+
+    ahead = []
+    for k, batch in enumerate(shard(batches(lambda k: (torch.full((2,), k), "text", 1)))):
+        assert batch[0].tolist() == [2 * k, 2 * k]
+        ahead.append(read[-1] // 2 - k)
+    assert ahead == [0, 0, 0, 1, 1, 0]
+    following = [None if later is None else later[0].tolist() for _, later in run.foreseen]
+    assert following == [None, None, None, [8, 8], [10, 10], None]
+
+
+def test_batches_that_share_memory_are_read_one_by_one(run: FakeRuntime, become: Callable[[int, int], None]) -> None:
+    run.looks_ahead = True
+    become(0, 2)
+    buffer = torch.zeros(2, dtype=torch.int64)
+    for kind in (lambda: buffer, lambda: buffer.numpy(), lambda: [buffer[:1], buffer[1:]]):
+        batches = (buffer.fill_(k) is None or kind() for k in range(12))
+        for k, batch in enumerate(shard(batches)):
+            assert int(batch[0][0] if isinstance(batch, list) else batch[0]) == 2 * k
+    assert all(later is None for _, later in run.foreseen)
+
+
+def test_an_error_of_the_next_batch_comes_after_this_one(run: FakeRuntime, become: Callable[[int, int], None]) -> None:
+    run.looks_ahead = True
+
+    def batches() -> Iterator[torch.Tensor]:
+        for _ in range(5):
+            yield torch.zeros(2)
+        raise OSError("no more disk")
+
+    become(0, 2)
+    seen = 0
+    with pytest.raises(OSError, match="no more disk"):
+        for _ in shard(batch for batch in batches() for _ in range(2)):
+            seen += 1
+    assert seen == 5
 
 
 @pytest.fixture

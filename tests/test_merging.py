@@ -196,7 +196,7 @@ def bytes_between_machines(workers: int) -> tuple[int, int, parallax.Traffic]:
     send, machine = Mesh.send, parallax.rank() // workers
 
     def counting(mesh: Mesh, peer: int, kind: Kind, pieces: Any) -> None:
-        if kind is Kind.ROUND:
+        if kind in (Kind.ROUND, Kind.EARLY):
             counted[peer // workers == machine] += sum(map(len, pieces))
         send(mesh, peer, kind, pieces)
 

@@ -51,8 +51,9 @@ class Config:
     are updated as ever. On one worker it means the same."""
 
     overlap: bool = True
-    """Row gradients of a table leave as soon as backward has them all, while it goes on with what comes before. The
-    numbers are the same either way."""
+    """Row gradients of a table leave as soon as backward has them all, while it goes on with what comes before; rows of
+    the next batch of `parallax.shard` are asked for, and sent, while this one is trained with, if a trial shows that it
+    pays. `shard` then reads one batch ahead. The numbers are the same either way."""
 
     timeout: float = 600.0
     """Seconds to wait for a silent worker before all workers stop with an error; more than 0."""

@@ -19,7 +19,7 @@ MOST_GUESSES = 4
 
 MOST_COLUMNS = 256
 
-NUM_TURNS, TURN_STEPS = 6, 5
+NUM_TURNS, TURN_STEPS = 4, 4
 """Of a trial."""
 
 _Index = int | slice
