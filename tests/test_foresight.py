@@ -48,11 +48,9 @@ def test_what_is_not_in_the_batch_is_left_out() -> None:
         known.begin(b, batch(step + 1))
         drawn = torch.arange(9) + 5000 + step
         known.see("table", torch.cat([b[0][:, 1:].flatten(), drawn, b[1]]))
-    expected = batch(3)
-    assert known.following() == {} or not known.is_certain or True
     known.begin(batch(3), batch(4))
     following = known.following()["table"].tolist()
-    assert following == torch.cat([batch(4)[0][:, 1:].flatten(), batch(4)[1]]).tolist(), expected
+    assert following == torch.cat([batch(4)[0][:, 1:].flatten(), batch(4)[1]]).tolist()
 
 
 def test_ids_that_have_nothing_to_do_with_the_batch() -> None:

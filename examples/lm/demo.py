@@ -31,6 +31,9 @@ import parallax
 NUM_WARMUP_STEPS = 5
 """Steps at the start of each run that are not measured: parallax watches the first and then makes its plan."""
 
+STEPS_BETWEEN_LOOKS = 8
+"""At the time, if that is what ends training."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Run:
@@ -126,7 +129,7 @@ def train(run: Run, corpus: Corpus, seconds: float, args: argparse.Namespace) ->
             show=RANK == 0 and num_steps is None,
         )
         with training:
-            while not training.over:
+            while not is_over(training, num_steps):
                 x, y = next(batches)
                 optimizer.zero_grad()
                 loss = model(x.to(device), y.to(device))
@@ -165,6 +168,13 @@ def train(run: Run, corpus: Corpus, seconds: float, args: argparse.Namespace) ->
         perplexity_after=after,
     )
     return measured, plan
+
+
+def is_over(training: Training, num_steps: int | None) -> bool:
+    """The same on all workers: their clocks differ."""
+    if num_steps is not None:
+        return training.over
+    return training.num_steps % STEPS_BETWEEN_LOOKS == 0 and parallax.reduce(int(training.over), "max") > 0
 
 
 def bytes_on_loopback() -> int:

@@ -10,11 +10,6 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-import parallax
-
-STEPS_BETWEEN_LOOKS = 16
-"""At the time, if that is what ends training."""
-
 SECONDS_BETWEEN_LINES = 10.0
 SMOOTHING = 0.95
 
@@ -69,11 +64,7 @@ class Training:
 
     @property
     def over(self) -> bool:
-        if self._steps is not None:
-            return self.num_steps >= self._steps
-        if self.num_steps % STEPS_BETWEEN_LOOKS:
-            return False
-        return bool(parallax.reduce(self.seconds, "max") >= self._seconds)  # clocks differ, all must end alike
+        return self.num_steps >= self._steps if self._steps is not None else self.seconds >= self._seconds
 
     def step(self, loss: float) -> None:
         """A step was taken; `loss` is this worker's."""
