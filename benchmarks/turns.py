@@ -80,6 +80,7 @@ def take(step: Callable[[], Any], group: Group, seconds: float, settle: int = 0,
         step()
     group.barrier()
     took, cpu, (now_sent, now_received) = time.perf_counter() - start, time.process_time() - cpu, link_counters()
+    group.ask("links unlimited")  # the next turn begins with sending whole tables
     tell(
         **facts,
         rank=group.rank,
