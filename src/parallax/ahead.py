@@ -54,9 +54,7 @@ class Foreseen:
         if self.rows is None:
             self.rows = rows.new_empty(len(self.keys), rows.shape[1])
         which = [
-            (at.part(r).long() + a)
-            if at is not None and at.num_bytes(r)
-            else torch.arange(a, a + n, device=rows.device)
+            at.part(r).long() + a if at.num_bytes(r) else torch.arange(a, a + n, device=rows.device)
             for r, (n, (a, _)) in enumerate(zip(num_rows, self.positions.spans, strict=True))
         ]
         self.rows.index_copy_(0, torch.cat(which), rows)

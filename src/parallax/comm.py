@@ -323,10 +323,10 @@ class Comm:
 
     def post(self, headers: Sequence[Sequence[int]], outgoing: Sequence[Column]) -> None:
         """Sends a header and what it announces to each rank, which takes it in later (`collect`); on the CPU."""
+        assert self._mesh is not None
         own = self._post(Kind.EARLY, headers, outgoing, range(self.world_size))
         self._own_posts.append((tuple(headers[self.rank]), own))
-        if self._mesh is not None:
-            self._mesh.start()
+        self._mesh.start()
 
     def collect(
         self,

@@ -125,9 +125,8 @@ class Trial:
         started, self._started = self._started, now
         if self._num_steps > NUM_TURNS * TURN_STEPS:
             return
-        if (
-            started is not None and (self._num_steps - 1) % TURN_STEPS
-        ):  # a turn's first step has what the one before asked
+        # A turn's first step has what the turn before has asked for.
+        if started is not None and (self._num_steps - 1) % TURN_STEPS:
             self._took[self.on].append(now - started)
         if self._num_steps < NUM_TURNS * TURN_STEPS:
             self.on = self._num_steps // TURN_STEPS % 2 == 0
