@@ -8,7 +8,8 @@ it brings. Then whoever was asked answers. A rank with nothing to ask still take
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
+import itertools
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
@@ -137,9 +138,7 @@ class Rounds:
         for table, foreseen in request.ahead.items():
             table.foreseen = foreseen
         rows, norms = self._swap(request, received, arrivals)
-        for arrival in arrivals:
-            if arrival.orders:
-                self._bring_early(arrival.table, arrival.table.bring_unleased())
+        self._bring_early({a.table: a.table.bring_unleased() for a in arrivals if a.orders})
         return Round(
             flags=flags,
             weights=[number(h[WEIGHT]) for h in received],
@@ -156,24 +155,23 @@ class Rounds:
 
     def push_early(self, push: Push) -> None:
         """Sends gradients at once; they count from the next round on, which tells the others of them."""
-        self._post(push.table, Request(pushes=[push]))
+        self._post(Request(pushes=[push]))
 
     def bring_updated(self, tables: Collection[Table]) -> None:
         """These tables were updated: sends what was asked for ahead."""
-        for table in tables:
-            self._bring_early(table, table.bring_updated(self.version))
+        self._bring_early({table: table.bring_updated(self.version) for table in tables})
 
-    def _bring_early(self, table: Table, brought: Brought | None) -> None:
-        if brought is not None:
-            self._post(table, Request(brought={table: brought}))
+    def _bring_early(self, found: Mapping[Table, Brought | None]) -> None:
+        brought = {table: rows for table, rows in found.items() if rows is not None}
+        if brought:
+            self._post(Request(brought=brought))
 
     def is_due(self, table: Table) -> bool:
         """What this rank has asked for ahead comes with the next round."""
         return table.foreseen is not None and self.version != self._latest_version
 
-    def _post(self, table: Table, request: Request) -> None:
-        number = self.tables.index(table)
-        self.comm.post(*pack(request, [table], [number], self.comm.world_size, self.wire))
+    def _post(self, request: Request) -> None:
+        self.comm.post(*pack(request, self.tables, [], self.comm.world_size, self.wire))
         self._num_early += 1
 
     def _collect(self, num_early: Sequence[int]) -> None:
@@ -185,17 +183,17 @@ class Rounds:
         arrivals: list[Arrival] = []
 
         def make_room(headers: Sequence[Sequence[int]]) -> list[Column]:
-            for which in dict.fromkeys(h[0] for h in headers):
-                parts = [nothing_of_a_table()] * self.comm.world_size
+            nothing = nothing_of_a_table()
+            for table, at in zip(self.tables, itertools.count(0, PER_TABLE), strict=False):
+                parts = [nothing] * self.comm.world_size
                 for source, h in zip(sources, headers, strict=True):
-                    if h[0] == which:
-                        parts[source] = tuple(h[1:])
-                table = self.tables[which]
-                arrivals.append(Arrival(table, parts, table.id_dtype, self.wire))
+                    parts[source] = tuple(h[at : at + PER_TABLE])
+                if any(part != nothing for part in parts):
+                    arrivals.append(Arrival(table, parts, table.id_dtype, self.wire))
             columns = [column for arrival in arrivals for column in arrival.columns]
             return [Column(c.tensor, [c.spans[source] for source in sources]) for c in columns]
 
-        self.comm.collect(sources, 1 + PER_TABLE, make_room)
+        self.comm.collect(sources, PER_TABLE * len(self.tables), make_room)
         for arrival in arrivals:
             arrival.note()
 

@@ -393,11 +393,11 @@ class Runtime:
             torch.autograd.Variable._execution_engine.queue_callback(self._close)
 
     def _on_row_gradients(self, table: Table) -> None:
-        """A table has got gradients; if they are its last while others are to come, they leave now."""
+        """A table has got gradients; if they are its last while much is still to come, they leave now."""
         self._on_backward()
         if not self.config.overlap or table.num_open or not table.can_push_early or not self.rounds.can_post:
             return
-        if not self.dense.all_launched or any(t.num_open and t.sharded for t in self.tables.values()):
+        if not self.dense.all_launched or any(t.num_open and t.is_large for t in self.tables.values()):
             push = table.collect()
             assert push is not None
             self.rounds.push_early(push)

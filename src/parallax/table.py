@@ -441,8 +441,12 @@ class Table:
     @property
     def can_push_early(self) -> bool:
         """There are gradients worth a message of their own, for rows that were leased since the weights changed."""
-        large = len(self.window) * self.row_bytes >= EARLY_BYTES
-        return self.sharded and large and all(c.window is self.window for c in self.contributions)
+        return self.sharded and self.is_large and all(c.window is self.window for c in self.contributions)
+
+    @property
+    def is_large(self) -> bool:
+        """What is on lease is worth a message of its own."""
+        return len(self.window) * self.row_bytes >= EARLY_BYTES
 
     def collect(self) -> Push | None:
         """Merges this rank's contributions into one gradient per row; None if the table was not used."""
@@ -450,16 +454,16 @@ class Table:
         if not contributions:
             return None
         if not self.sharded:
-            slots = torch.cat([c.slots for c in contributions])
-            grads = torch.cat([c.grads for c in contributions])
+            slots = _cat([c.slots for c in contributions])
+            grads = _cat([c.grads for c in contributions])
             kept = slots != SKIPPED
             ids, slots = torch.unique(slots[kept], return_inverse=True)
             merged = add_rows(grads[kept], slots, ids.numel())
             self.num_rows_touched += ids.numel()
             ids = ids.to(self.id_dtype)
             return Push(self, Column.same(merged, self.world_size), ids=Column.same(ids, self.world_size))
-        slots = torch.cat([self._current_slots(c) for c in contributions])
-        push, num_touched = self.merge(self.window, slots, torch.cat([c.grads for c in contributions]))
+        slots = _cat([self._current_slots(c) for c in contributions])
+        push, num_touched = self.merge(self.window, slots, _cat([c.grads for c in contributions]))
         self.num_rows_touched += num_touched
         return push
 
