@@ -53,11 +53,18 @@ class Foreseen:
         """
         if self.rows is None:
             self.rows = rows.new_empty(len(self.keys), rows.shape[1])
-        which = [
-            at.part(r).long() + a if at.num_bytes(r) else torch.arange(a, a + n, device=rows.device)
-            for r, (n, (a, _)) in enumerate(zip(num_rows, self.positions.spans, strict=True))
-        ]
-        self.rows.index_copy_(0, torch.cat(which), rows)
+        starts = [a for a, _ in self.positions.spans]
+        if len(at.tensor) == len(rows):
+            first = torch.tensor(starts).repeat_interleave(torch.tensor(num_rows)).to(rows.device)
+            which = at.tensor + first
+        else:
+            which = torch.cat(
+                [
+                    at.part(r).long() + a if at.num_bytes(r) else torch.arange(a, a + n, device=rows.device)
+                    for r, (n, a) in enumerate(zip(num_rows, starts, strict=True))
+                ]
+            )
+        self.rows.index_copy_(0, which, rows)
 
 
 class Ordered:
@@ -69,15 +76,20 @@ class Ordered:
             positions: of the rows among those held here; of each rank its own.
         """
         self.positions = dataclasses.replace(positions, tensor=positions.tensor.long())
-        ends = [end for _, end in positions.spans]
-        self._ends = torch.tensor(ends, device=positions.tensor.device)
-        self._starts = torch.tensor([start for start, _ in positions.spans], device=positions.tensor.device)
+        self._ends = torch.tensor([end for _, end in positions.spans], device=positions.tensor.device)
+        sizes = torch.tensor([end - start for start, end in positions.spans])
+        starts = torch.tensor([start for start, _ in positions.spans]).repeat_interleave(sizes)
+        self._at = (torch.arange(len(starts)) - starts).to(device=positions.tensor.device, dtype=torch.int32)
+        """Of each of `positions`, its number among those of its rank."""
         self._missing = torch.ones_like(self.positions.tensor, dtype=torch.bool)
         """What was not sent."""
         self._sent: list[tuple[torch.Tensor, torch.Tensor]] = []
         """(numbers in `positions`, the rows as they were sent)."""
         self.version: int | None = None
         """Of the weights (`Rounds.version`) when the latest of all that is due was sent."""
+
+    def __len__(self) -> int:
+        return len(self._missing)
 
     def not_leased(self, leases: Sequence[Sequence[torch.Tensor]], num_held: int) -> torch.Tensor:
         """Numbers in `positions` (sorted) of the rows that nobody has leased."""
@@ -109,7 +121,5 @@ class Ordered:
         if everything:
             return Brought(dataclasses.replace(self.positions, tensor=rows), None)
         ends = torch.searchsorted(numbers, self._ends)
-        num_each = torch.diff(ends, prepend=ends.new_zeros(1))
-        at = numbers - self._starts.repeat_interleave(num_each)
-        sizes = num_each.tolist()
-        return Brought(Column.split(rows, sizes), Column.split(at.to(torch.int32), sizes))
+        spans = list(itertools.pairwise([0, *ends.tolist()]))
+        return Brought(Column(rows, spans), Column(self._at[numbers], spans))

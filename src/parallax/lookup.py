@@ -20,7 +20,7 @@ from parallax.mesh import Column
 from parallax.message import Ask, Request
 from parallax.plan import Placement
 from parallax.rounds import Round
-from parallax.table import SKIPPED, Table, Window
+from parallax.table import SKIPPED, Partitioning, Table, Window
 from parallax.untraced import as_it_is, untraced
 
 _FIRST = 2**62
@@ -323,6 +323,8 @@ class Lookups:
         self.stepping = False
         """An optimizer is running: tables are this rank's rows."""
         self._pending: list[Lookup] = []
+        self._sorted: list[tuple[Partitioning, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]] = []
+        """What was sorted in this flush."""
 
     def apply(self, lookup: Lookup, per_sample_weights: torch.Tensor | None = None) -> torch.Tensor:
         """The lookup's result, with its place in the autograd graph."""
@@ -371,6 +373,7 @@ class Lookups:
         extra = {id(w): r for w, r in zip(missing, rows, strict=True)}
         for w in wanted:
             self._resolve(w, extra.get(id(w)))
+        self._sorted.clear()
 
     def _ahead(self, by_table: Mapping[Table, Sequence[Lookup]]) -> dict[Table, Foreseen]:
         """What is likely to be looked up in the step after this one, if it is known and not asked for yet."""
@@ -391,7 +394,7 @@ class Lookups:
                 return {}
             low, high = torch.stack(torch.aminmax(ids)).tolist()
             if low >= 0 and high < table.num_rows:
-                keys, inverse = torch.unique(table.partitioning.keys(ids.to(table.device)), return_inverse=True)
+                keys, inverse = self._sort(table.partitioning, ids.to(table.device))
                 spans = table.partitioning.by_owner(table.partitioning.cuts(keys))
                 found[table] = Foreseen(ids, keys, inverse, Column(table.partitioning.positions(keys), spans))
         return found
@@ -441,7 +444,7 @@ class Lookups:
             keys, inverse = foreseen.keys, foreseen.inverse
             known = torch.ones_like(keys, dtype=torch.bool)
         else:
-            keys, inverse = torch.unique(table.partitioning.keys(ids), return_inverse=True)
+            keys, inverse = self._sort(table.partitioning, ids)
             _, known = table.window.find(keys)
             if foreseen is not None:
                 known |= torch.isin(keys, foreseen.keys)
@@ -458,6 +461,15 @@ class Lookups:
         learnt = torch.zeros_like(known)
         learnt[inverse[trains]] = True
         return _Wanted(table, lookups, keys[~known & learnt], keys[~known & ~learnt], keys, inverse)
+
+    def _sort(self, partitioning: Partitioning, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The keys of `ids`, sorted, each once; and where the key of each id is among them."""
+        for other, known, found in self._sorted:  # a weight and its bias
+            if other.is_like(partitioning) and torch.equal(known, ids):
+                return found
+        keys, inverse = torch.unique(partitioning.keys(ids), return_inverse=True)
+        self._sorted.append((partitioning, ids, (keys, inverse)))
+        return keys, inverse
 
     def _resolve(self, w: _Wanted, unleased_rows: torch.Tensor | None) -> None:
         window = w.table.window

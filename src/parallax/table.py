@@ -49,6 +49,7 @@ class Partitioning:
             agents: for each rank, which worker of this machine talks to it for all of them (`merging`), by its number
                 among them. (): every worker talks to every rank itself.
         """
+        self.num_rows = num_rows
         self.num_partitions = len(owners)
         self.owners = tuple(owners)
         self.asked = list(agents or range(world_size))
@@ -72,6 +73,10 @@ class Partitioning:
             device=device,
         )
         self._bounds = torch.arange(1, world_size, device=device) * self.stride
+
+    def is_like(self, other: Partitioning) -> bool:
+        """Rows have the same keys."""
+        return (self.num_rows, self.owners, self.asked) == (other.num_rows, other.owners, other.asked)
 
     def keys(self, ids: torch.Tensor) -> torch.Tensor:
         """Keys (int64) of rows `ids` (int64, each in range), same shape."""
@@ -375,13 +380,13 @@ class Table:
 
     def bring_unleased(self) -> Brought | None:
         """What is to be sent at once of what was asked for ahead."""
-        if self.ordered is None or not self.sends_before:
+        if self.ordered is None or not self.sends_before or len(self.ordered) * self.row_bytes < EARLY_BYTES:
             return None
         return self._bring(self.ordered.not_leased(self.leases, self.num_held), EARLY_BYTES)
 
     def bring_updated(self, version: int) -> Brought | None:
         """After an update, which makes the weights those of `version`: what is to be sent of the rest."""
-        if self.ordered is None:
+        if self.ordered is None or len(self.ordered) * self.row_bytes < EARLY_BYTES:
             return None
         due, changed = self.ordered.due(self.flat(self.data))
         self.sends_before &= changed <= MOST_CHANGED
