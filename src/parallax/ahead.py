@@ -91,10 +91,11 @@ class Ordered:
     def __len__(self) -> int:
         return len(self._missing)
 
-    def not_leased(self, leases: Sequence[Sequence[torch.Tensor]], num_held: int) -> torch.Tensor:
-        """Numbers in `positions` (sorted) of the rows that nobody has leased."""
+    def not_leased(self, leases: Sequence[torch.Tensor], num_held: int) -> torch.Tensor:
+        """Numbers in `positions` (sorted) of the rows that are not in `leases`, which are positions, too."""
         leased = torch.zeros(num_held, dtype=torch.bool, device=self.positions.tensor.device)
-        leased[torch.cat([self.positions.tensor[:0], *itertools.chain.from_iterable(leases)])] = True
+        for positions in leases:
+            leased.index_fill_(0, positions.long(), True)
         return (~leased[self.positions.tensor]).nonzero().squeeze(1)
 
     def due(self, held: torch.Tensor) -> tuple[torch.Tensor, float]:

@@ -259,31 +259,33 @@ class Comm:
 
     def _scatter(self, mesh: Mesh, buffer: torch.Tensor, group: Sequence[int]) -> None:
         """To each rank of a group its part of what is to be summed."""
-        shards = buffer.tensor_split(len(group))
+        memory = memory_of(buffer)
         for i, peer in self._after_me(group):
-            mesh.send(peer, Kind.SHARD, [memory_of(shards[i])])
+            mesh.send(peer, Kind.SHARD, [memory[_shard(buffer, len(group), i)]])
 
     def _sum(self, mesh: Mesh, buffer: torch.Tensor, levels: Sequence[Sequence[int]], waiting: _Waiting) -> None:
         """Sums what `_scatter` has sent, each part on one rank; on several levels, the sums of groups after that."""
         group, *further = levels
         peers = self._after_me(group)
-        shards = buffer.tensor_split(len(group))
         me = group.index(self.rank)
-        own = shards[me]
+        own = buffer.tensor_split(len(group))[me]
         parts = own.new_empty(len(group), len(own))
         parts[me] = own
+        memory, size = memory_of(parts), own.nbytes
         for i, peer in reversed(peers):
             waiting.on(peer)
-            mesh.receive(peer, Kind.SHARD, [memory_of(parts[i])])
+            mesh.receive(peer, Kind.SHARD, [memory[i * size : (i + 1) * size]])
         torch.sum(parts, 0, out=own)  # in rank order; half precision is summed in single
         if further:
             self._scatter(mesh, own, further[0])
             self._sum(mesh, own, further, waiting)
+        memory = memory_of(own)
         for _, peer in peers:
-            mesh.send(peer, Kind.SUM, [memory_of(own)])
+            mesh.send(peer, Kind.SUM, [memory])
+        memory = memory_of(buffer)
         for i, peer in reversed(peers):
             waiting.on(peer)
-            mesh.receive(peer, Kind.SUM, [memory_of(shards[i])])
+            mesh.receive(peer, Kind.SUM, [memory[_shard(buffer, len(group), i)]])
 
     # -- rounds -------------------------------------------------------------------------------------
 
@@ -582,6 +584,13 @@ class _Waiting:
 
     def on(self, peer: int) -> None:
         self.peer, self.started = peer, time.monotonic()
+
+
+def _shard(buffer: torch.Tensor, num_parts: int, i: int) -> slice:
+    """The bytes of `buffer.tensor_split(num_parts)[i]`."""
+    size, num_longer = divmod(len(buffer), num_parts)
+    start = i * size + min(i, num_longer)
+    return slice(start * buffer.itemsize, (start + size + (i < num_longer)) * buffer.itemsize)
 
 
 def _by_rank(columns: Sequence[Column], num_ranks: int) -> list[tuple[memoryview, ...]]:

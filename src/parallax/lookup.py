@@ -20,7 +20,7 @@ from parallax.mesh import Column
 from parallax.message import Ask, Request
 from parallax.plan import Placement
 from parallax.rounds import Round
-from parallax.table import SKIPPED, Partitioning, Table, Window
+from parallax.table import SKIPPED, Partitioning, Table, Window, cat
 from parallax.untraced import as_it_is, untraced
 
 _FIRST = 2**62
@@ -55,6 +55,8 @@ class Lookup:
         self.is_padding = None if padding_idx is None else self.ids == padding_idx
         self.trainable = torch.is_grad_enabled() and table.parameter.requires_grad
         self.window: Window | None = None
+        self.num_rows: int | None = None
+        """Distinct rows with a gradient, if that is known."""
         self._rows: torch.Tensor | None = None
         self._index: torch.Tensor | None = None
         self._value: torch.Tensor | None = None
@@ -265,7 +267,7 @@ class _Apply(torch.autograd.Function):
                         f"step, because lookups are counted one by one (rank {lookup.table.rank})"
                     )
                 )
-            lookup.table.contribute(lookup.window, lookup.slots(), grads)
+            lookup.table.contribute(lookup.window, lookup.slots(), grads, lookup.num_rows)
             lookup.table.num_open -= 1
             ctx.lookups.on_backward(lookup.table)
         return None, weight_grad, None, None
@@ -322,6 +324,7 @@ class Lookups:
         self.asks_ahead = True
         self.stepping = False
         """An optimizer is running: tables are this rank's rows."""
+        self._anchor = torch.empty(0, requires_grad=True)
         self._pending: list[Lookup] = []
         self._sorted: list[tuple[Partitioning, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]] = []
         """What was sorted in this flush."""
@@ -329,8 +332,7 @@ class Lookups:
     def apply(self, lookup: Lookup, per_sample_weights: torch.Tensor | None = None) -> torch.Tensor:
         """The lookup's result, with its place in the autograd graph."""
         self._check_range(lookup)
-        anchor = torch.empty(0, requires_grad=True) if lookup.trainable else None
-        result = _Apply.apply(anchor, per_sample_weights, lookup, self)
+        result = _Apply.apply(self._anchor if lookup.trainable else None, per_sample_weights, lookup, self)
         assert isinstance(result, torch.Tensor)
         if result.grad_fn is not None:
             result.grad_fn._set_sequence_nr(_FIRST)  # type: ignore[attr-defined]
@@ -423,7 +425,7 @@ class Lookups:
 
     def _want(self, table: Table, lookups: list[Lookup]) -> _Wanted:
         assert table.partitioning is not None
-        ids = torch.cat([lookup.ids for lookup in lookups])
+        ids = cat([lookup.ids for lookup in lookups])
         renorms = {lookup.renorm for lookup in lookups}
         if len(table.window):
             renorms.add(table.window.renorm)
@@ -449,7 +451,8 @@ class Lookups:
             if foreseen is not None:
                 known |= torch.isin(keys, foreseen.keys)
         if all(lookup.trainable and lookup.is_padding is None for lookup in lookups):
-            return _Wanted(table, lookups, keys[~known], keys[:0], keys, inverse)
+            leased = keys[~known] if foreseen is not None or len(table.window) else keys
+            return _Wanted(table, lookups, leased, keys[:0], keys, inverse)
         trains = torch.cat(
             [
                 torch.full_like(lookup.ids, lookup.trainable, dtype=torch.bool)
@@ -473,17 +476,21 @@ class Lookups:
 
     def _resolve(self, w: _Wanted, unleased_rows: torch.Tensor | None) -> None:
         window = w.table.window
-        slots, known = window.find(w.keys)
-        rows = window.rows
-        if unleased_rows is not None and unleased_rows.numel():
-            slots = slots.masked_scatter(~known, torch.arange(len(window), len(window) + len(unleased_rows)).to(slots))
-            rows = torch.cat([rows, unleased_rows])
-        index = slots[w.inverse]
+        rows, index = window.rows, w.inverse
+        if window.keys is not w.keys:  # else slots are in their order
+            slots, known = window.find(w.keys)
+            if unleased_rows is not None and unleased_rows.numel():
+                behind = torch.arange(len(window), len(window) + len(unleased_rows))
+                slots = slots.masked_scatter(~known, behind.to(slots))
+                rows = torch.cat([rows, unleased_rows])
+            index = slots[index]
         at = 0
         for lookup in w.lookups:
             n = lookup.ids.numel()
             lookup.resolve(rows, index[at : at + n], window)
             at += n
+        if len(w.lookups) == 1 and w.lookups[0].is_padding is None:
+            w.lookups[0].num_rows = len(w.keys)
 
     def _check_range(self, lookup: Lookup, ids: torch.Tensor | None = None) -> None:
         """Raises IndexError on all ranks for an id out of range; on accelerators once per flush."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import functools
 import struct
 from collections.abc import Callable, Collection, Mapping, Sequence
 
@@ -17,8 +16,8 @@ import torch
 from parallax.ahead import Brought, Foreseen, Ordered
 from parallax.config import WireDtype
 from parallax.mesh import Column
-from parallax.table import Incoming, Push, Table, scaled
-from parallax.wire import decode, encode, new_encoded
+from parallax.table import Incoming, Leases, Push, Table, cat, scaled
+from parallax.wire import decode, encode, new_encoded, new_rows
 
 
 class Flag:
@@ -81,15 +80,7 @@ class Ask:
         """The rows with these keys, sorted."""
         partitioning = table.partitioning
         assert partitioning is not None
-        cuts, other_cuts = partitioning.cuts(leased), partitioning.cuts(unleased)
-        if merged:
-            own, others = (
-                Column(leased, partitioning.by_asked(cuts)),
-                Column(unleased, partitioning.by_asked(other_cuts)),
-            )
-        else:
-            own = Column(partitioning.positions(leased), partitioning.by_owner(cuts))
-            others = Column(partitioning.positions(unleased), partitioning.by_owner(other_cuts))
+        own, others = (partitioning.columns(keys, merged=merged) for keys in (leased, unleased))
         return cls(table, own, others, renorm, merged)
 
 
@@ -202,26 +193,28 @@ class Arrival:
         num_asked = [h[_ASKED] for h in headers]
         self._num_pushed = [max(0, h[_PUSHED]) for h in headers]
         num_some = [n if h[_MARKS] & _SOME else 0 for h, n in zip(headers, self._num_pushed, strict=True)]
-        new = functools.partial(torch.empty, device=table.device)
-        self.ids = Column.split(new(sum(num_asked), dtype=id_dtype), num_asked)
+        self.ids = self._room(num_asked, id_dtype)
         """Of each rank, those on lease first."""
-        self._some = Column.split(new(sum(num_some), dtype=torch.int32), num_some)
+        self._some = self._room(num_some, torch.int32)
         """Which of its leases a rank brings gradients for."""
         wire = _wire_of_push(table, wire)
         self._grads = new_encoded(sum(self._num_pushed), table.push_width, table.dtype, wire, table.device)
         """Encoded."""
         num_ahead = [h[_AHEAD] for h in headers]
-        self._ahead = Column.split(new(sum(num_ahead), dtype=id_dtype), num_ahead)
+        self._ahead = self._room(num_ahead, id_dtype)
         self._num_brought = [h[_BROUGHT] for h in headers]
         num_parts = [n if h[_MARKS] & _PARTS else 0 for h, n in zip(headers, self._num_brought, strict=True)]
-        self._parts = Column.split(new(sum(num_parts), dtype=torch.int32), num_parts)
+        self._parts = self._room(num_parts, torch.int32)
         self._rows = new_encoded(sum(self._num_brought), table.width, table.dtype, self._wire, table.device)
+
+    def _room(self, sizes: Sequence[int], dtype: torch.dtype) -> Column:
+        return Column.split(new_rows(sum(sizes), (), dtype, self.table.device), sizes)
 
     @property
     def columns(self) -> list[Column]:
         """What is filled with what follows the headers."""
-        grads = [Column.split(part, self._num_pushed) for part in self._grads]
-        rows = [Column.split(part, self._num_brought) for part in self._rows]
+        grads = [Column.split(part, self._num_pushed) for part in self._grads if len(part)]
+        rows = [Column.split(part, self._num_brought) for part in self._rows if len(part)]
         return [c for c in (self.ids, self._some, *grads, self._ahead, self._parts, *rows) if len(c.tensor)]
 
     @property
@@ -262,11 +255,10 @@ class Arrival:
                 ids = self.ids.part(source).long()
                 torch.embedding_renorm_(table.data, ids, number(h[_MAX_NORM]), number(h[_NORM_TYPE]))
 
-    def lease(self, slots: torch.Tensor, leases: Sequence[list[torch.Tensor]]) -> None:
+    def lease(self, slots: torch.Tensor, leases: Leases) -> None:
         """Keeps in `leases` what each rank asked for on lease, as it is named in `slots` (like `ids`)."""
-        for h, (a, _), kept in zip(self._headers, self.ids.spans, leases, strict=True):
-            if h[_LEASED]:
-                kept.append(slots[a : a + h[_LEASED]])
+        spans = [(a, a + h[_LEASED]) for h, (a, _) in zip(self._headers, self.ids.spans, strict=True)]
+        leases.add(Column(slots, spans))
 
     def leased(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(ids that were asked for on lease, others), of all ranks together."""
@@ -274,7 +266,7 @@ class Arrival:
         ids = self.ids.tensor
         return torch.cat([ids[a:m] for a, m, _ in cut]), torch.cat([ids[m:b] for _, m, b in cut])
 
-    def gradients(self, leases: Sequence[list[torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def gradients(self, leases: Leases) -> tuple[torch.Tensor, torch.Tensor] | None:
         """(what `leases` has for each row gradient that came, the row gradients times their rank's scale)."""
         if not self._is_pushed:
             return None
@@ -285,16 +277,19 @@ class Arrival:
     def _is_pushed(self) -> bool:
         return any(h[_PUSHED] != _NOT_PUSHED for h in self._headers)
 
-    def _rows_pushed(self, leases: Sequence[list[torch.Tensor]]) -> torch.Tensor:
+    def _rows_pushed(self, leases: Leases) -> torch.Tensor:
+        if not self.table.sharded:
+            return self.ids.tensor  # of nothing else
+        sources = [source for source, h in enumerate(self._headers) if h[_PUSHED] != _NOT_PUSHED]
+        if not any(self._headers[source][_MARKS] & _SOME for source in sources):
+            return cat(leases.all_of(sources) or [self.ids.tensor[:0]])
         positions: list[torch.Tensor] = []
-        for source, h in enumerate(self._headers):
-            if h[_PUSHED] == _NOT_PUSHED:
-                continue
-            named = leases[source] if self.table.sharded else [self.ids.part(source)]
-            if h[_MARKS] & _SOME and named:
+        for source in sources:
+            named = leases.of(source)
+            if self._headers[source][_MARKS] & _SOME and named:
                 named = [torch.cat(named)[self._some.part(source).long()]]
             positions += named
-        return torch.cat(positions) if positions else self.ids.tensor[:0]
+        return cat(positions or [self.ids.tensor[:0]])
 
     def rows(self, of: Sequence[bool], read: Callable[[Table, int], torch.Tensor], field: int) -> list[Column]:
         """For each rank that `of` names, the rows that it asked for, those on lease encoded; nothing if none of them
@@ -304,6 +299,9 @@ class Arrival:
             return []
         num_leased = [h[_LEASED] if wanted else 0 for h, wanted in zip(self._headers, of, strict=True)]
         held = read(self.table, field)
+        if sum(num_leased) == len(self.ids.tensor):
+            encoded = encode(held.index_select(0, self.ids.tensor), self._wire)
+            return [Column(part, self.ids.spans) for part in encoded]
         columns: list[Column] = []
         kinds: list[tuple[WireDtype, list[int], list[int]]] = [
             (self._wire, [0] * len(of), num_leased),

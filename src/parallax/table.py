@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import nn
@@ -104,6 +104,8 @@ class Partitioning:
 
     def cuts(self, keys: torch.Tensor) -> list[int]:
         """Where sorted `keys` change their owner: world size + 1 numbers, from 0 to len(keys), in order of places."""
+        if not len(keys):
+            return [0] * (len(self._bounds) + 2)
         return [0, *torch.searchsorted(keys, self._bounds).tolist(), keys.numel()]
 
     def by_owner(self, cuts: Sequence[int]) -> list[tuple[int, int]]:
@@ -113,6 +115,13 @@ class Partitioning:
     def by_asked(self, cuts: Sequence[int]) -> list[tuple[int, int]]:
         """For each that this rank asks, its part of sorted keys that are cut so."""
         return [(cuts[first], cuts[end]) for first, end in self._places_asked]
+
+    def columns(self, keys: torch.Tensor, *, merged: bool) -> Column:
+        """Of sorted `keys`, what to ask each owner for: positions; or (merged) each agent: the keys."""
+        cuts = self.cuts(keys)
+        if merged:
+            return Column(keys, self.by_asked(cuts))
+        return Column(self.positions(keys), self.by_owner(cuts))
 
     def positions(self, keys: torch.Tensor) -> torch.Tensor:
         """Positions among the owners' rows, in the smallest dtype that holds them (they travel)."""
@@ -182,13 +191,38 @@ class Window:
                 of_one.append((first + a, first + b))
 
 
+class Leases:
+    """What ranks (or workers of a machine) have leased here since the weights last changed."""
+
+    def __init__(self) -> None:
+        self._columns: list[Column] = []
+        """Oldest first."""
+
+    def add(self, column: Column) -> None:
+        """Each rank has leased its part, too."""
+        if any(a < b for a, b in column.spans):
+            self._columns.append(column)
+
+    def of(self, source: int) -> list[torch.Tensor]:
+        return [part for column in self._columns if len(part := column.part(source))]
+
+    def all_of(self, sources: Collection[int]) -> list[torch.Tensor]:
+        """The leases of `sources`, those of the first one first."""
+        if len(self._columns) == 1:
+            [column] = self._columns
+            num_rows = sum(b - a for source in sources for a, b in (column.spans[source],))
+            if num_rows == len(column.tensor):
+                return [column.tensor]
+        return [part for source in sources for part in self.of(source)]
+
+
 class Agent:
     """What a worker has leased for all workers of its machine, and leased on to them (see `merging`)."""
 
     def __init__(self, table: Table) -> None:
         self.window = Window(table, table.world_size)
-        self.leases: list[list[torch.Tensor]] = [[] for _ in range(table.num_asked)]
-        """Per worker, the slots of `window` leased to it, oldest first."""
+        self.leases = Leases()
+        """Slots of `window`, by worker."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,6 +235,8 @@ class Contribution:
     window: Window | None
     slots: torch.Tensor
     grads: torch.Tensor
+    num_rows: int | None = None
+    """Distinct rows of it, if that is known."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,8 +293,8 @@ class Table:
         self.window = Window(self, world_size)
         self.agent: Agent | None = None
         """If this worker may ask for others."""
-        self.leases: list[list[torch.Tensor]] = [[] for _ in range(world_size)]
-        """Per rank, the positions leased to it since the weights last changed, oldest first."""
+        self.leases = Leases()
+        """Positions of rows here, by rank."""
         self.foreseen: Foreseen | None = None
         """Rows of this rank's next step, which come by and by."""
         self.ordered: Ordered | None = None
@@ -359,7 +395,7 @@ class Table:
         """The weights changed, on all ranks: what was leased is out of date."""
         self.window = Window(self, self.num_asked)
         self.agent = Agent(self) if self.merged else None
-        self.leases = [[] for _ in range(self.world_size)]
+        self.leases = Leases()
 
     def keep_promises(self) -> None:
         """Rows that were asked for ahead are all here: they are on lease now, at both ends."""
@@ -368,9 +404,7 @@ class Table:
             self.window.add(self.foreseen.keys, self.foreseen.rows, self.foreseen.positions.spans)
             self.window.foreseen = True
         if self.ordered is not None:
-            for source, leased in enumerate(self.leases):
-                if len(positions := self.ordered.positions.part(source)):
-                    leased.append(positions)
+            self.leases.add(self.ordered.positions)
         self.foreseen = self.ordered = None
 
     @property
@@ -382,7 +416,8 @@ class Table:
         """What is to be sent at once of what was asked for ahead."""
         if self.ordered is None or not self.sends_before or len(self.ordered) * self.row_bytes < EARLY_BYTES:
             return None
-        return self._bring(self.ordered.not_leased(self.leases, self.num_held), EARLY_BYTES)
+        leased = self.leases.all_of(range(self.world_size))
+        return self._bring(self.ordered.not_leased(leased, self.num_held), EARLY_BYTES)
 
     def bring_updated(self, version: int) -> Brought | None:
         """After an update, which makes the weights those of `version`: what is to be sent of the rest."""
@@ -417,7 +452,10 @@ class Table:
 
     # -- gradients ----------------------------------------------------------------------------------
 
-    def contribute(self, window: Window | None, slots: torch.Tensor, grads: torch.Tensor) -> None:
+    def contribute(
+        self, window: Window | None, slots: torch.Tensor, grads: torch.Tensor, num_rows: int | None = None
+    ) -> None:
+        """Keeps what a lookup brings (see `Contribution`)."""
         if self.by_frequency:
             grads = torch.cat([grads, grads.new_ones(grads.shape[0], 1)], dim=1)
         if window is not None and window.partitioning is not None and not self.sharded:  # it was when it was looked up
@@ -425,7 +463,7 @@ class Table:
             slots = slots.clone()
             slots[kept] = window.partitioning.ids(window.keys_by_slot())[slots[kept]]
             window = None
-        self.contributions.append(Contribution(window, slots, grads))
+        self.contributions.append(Contribution(window, slots, grads, num_rows))
 
     def stale_keys(self) -> torch.Tensor | None:
         """Keys that have to be leased again because the weights changed between forward and backward."""
@@ -459,22 +497,32 @@ class Table:
         if not contributions:
             return None
         if not self.sharded:
-            slots = _cat([c.slots for c in contributions])
-            grads = _cat([c.grads for c in contributions])
+            slots = cat([c.slots for c in contributions])
+            grads = cat([c.grads for c in contributions])
             kept = slots != SKIPPED
             ids, slots = torch.unique(slots[kept], return_inverse=True)
             merged = add_rows(grads[kept], slots, ids.numel())
             self.num_rows_touched += ids.numel()
             ids = ids.to(self.id_dtype)
             return Push(self, Column.same(merged, self.world_size), ids=Column.same(ids, self.world_size))
-        slots = _cat([self._current_slots(c) for c in contributions])
-        push, num_touched = self.merge(self.window, slots, _cat([c.grads for c in contributions]))
+        slots = cat([self._current_slots(c) for c in contributions])
+        everything = any(c.window is self.window and c.num_rows == len(self.window) for c in contributions)
+        push, num_touched = self.merge(self.window, slots, cat([c.grads for c in contributions]), everything)
         self.num_rows_touched += num_touched
         return push
 
-    def merge(self, window: Window, slots: torch.Tensor, grads: torch.Tensor) -> tuple[Push, int]:
-        """Gradients for slots of `window` (SKIPPED ones are left out), added up by row; and how many rows these are."""
+    def merge(
+        self, window: Window, slots: torch.Tensor, grads: torch.Tensor, everything: bool = False
+    ) -> tuple[Push, int]:
+        """Gradients for slots of `window` (SKIPPED ones are left out), added up by row; and how many rows these are.
+
+        Args:
+            everything: it is known that they are for all of them.
+        """
         merged = add_rows(grads, slots, len(window))
+        if everything:
+            merged, num_leased = window.by_asked(merged)
+            return Push(self, Column.split(merged, num_leased)), len(window)
         touched = torch.zeros(len(window) + 1, dtype=torch.bool, device=self.device)
         touched[slots] = True  # SKIPPED marks the last element, which is no slot
         num_touched = int(touched[:-1].sum())
@@ -514,20 +562,25 @@ class Table:
         self.num_rows_touched = 0
         if not used:
             return False
-        positions = _cat([i.positions for i in incoming]).long()
-        brought = _cat([i.grads for i in incoming])
+        positions = cat([i.positions for i in incoming]).long()
+        brought = cat([i.grads for i in incoming])
         sources = [n for i in incoming for n in i.num_rows]
-        grads = scaled(brought, [scales[n % self.world_size] for n in range(len(sources))], sources, self.width)
+        scale = scales[0] if len(set(scales)) == 1 and brought.itemsize >= 4 and not self.by_frequency else 0.0
+        if scale:  # the same for all: the sum, which has fewer rows, is multiplied with it
+            grads = brought
+        else:
+            grads = scaled(brought, [scales[n % self.world_size] for n in range(len(sources))], sources, self.width)
         if self.by_frequency:
             counts = add_rows(brought[:, self.width :], positions, self.num_held)
             grads = grads[:, : self.width] / counts[positions]
         if self.sparse_grad:
             touched, slots = torch.unique(positions, return_inverse=True)
-            values = add_rows(grads, slots, touched.numel()).reshape(-1, *self.row_shape)
+            values = multiplied(add_rows(grads, slots, touched.numel()), scale).reshape(-1, *self.row_shape)
             size = (self.num_held, *self.row_shape)
             grad = torch.sparse_coo_tensor(touched[None], values, size, is_coalesced=True, check_invariants=False)
         else:
-            grad = add_rows(grads, positions, self.num_held).reshape(self.num_held, *self.row_shape)
+            grad = multiplied(add_rows(grads, positions, self.num_held), scale)
+            grad = grad.reshape(self.num_held, *self.row_shape)
         if hook is not None:
             grad = hook(grad)
         before = self.grad
@@ -559,6 +612,11 @@ def add_rows(grads: torch.Tensor, rows: torch.Tensor, num_rows: int) -> torch.Te
     return summed.to(grads.dtype)
 
 
+def multiplied(rows: torch.Tensor, scale: float) -> torch.Tensor:
+    """`rows`, changed in place; 0 stands for no scale."""
+    return rows if scale in (0.0, 1.0) else rows.mul_(scale)
+
+
 def scaled(grads: torch.Tensor, scales: Sequence[float], num_rows: Sequence[int], width: int) -> torch.Tensor:
     """`grads`, of which the first `num_rows[0]` rows are multiplied with `scales[0]`, and so on; elements of a row
     behind `width` are not."""
@@ -575,5 +633,5 @@ def scaled(grads: torch.Tensor, scales: Sequence[float], num_rows: Sequence[int]
     return torch.cat([torch.cat(parts), grads[:, width:]], 1) if grads.shape[1] > width else torch.cat(parts)
 
 
-def _cat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+def cat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))

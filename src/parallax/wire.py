@@ -35,7 +35,17 @@ def new_encoded(
     num_rows: int, width: int, dtype: torch.dtype, wire: WireDtype, device: torch.device
 ) -> list[torch.Tensor]:
     """Empty tensors for what `encode` makes of so many rows of that width and dtype."""
-    return [torch.empty(num_rows, w, dtype=d, device=device) for w, d in _layout(width, dtype, wire)]
+    return [new_rows(num_rows, (w,), d, device) for w, d in _layout(width, dtype, wire)]
+
+
+def new_rows(num_rows: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """An empty tensor of so many rows of `shape`."""
+    return torch.empty(num_rows, *shape, dtype=dtype, device=device) if num_rows else _nothing(shape, dtype, device)
+
+
+@functools.cache  # most of what a message may bring it does not
+def _nothing(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty(0, *shape, dtype=dtype, device=device)
 
 
 def decode(encoded: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
