@@ -289,7 +289,7 @@ def fail(where: str, how: str, failing: int) -> None:
         if fails and where == "forward":
             stop(how)
         elif fails and where == "gather":  # inside the exchange of the workers of one machine
-            parallax.runtime.current().comm.swap = lambda *args: stop(how)  # type: ignore[method-assign]
+            parallax.runtime.current().comm.swap = lambda *args, **kwargs: stop(how)  # type: ignore[method-assign]
             model.item(torch.arange(7)).sum().item()
         loss.backward()
         if fails and where == "step":

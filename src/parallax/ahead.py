@@ -85,8 +85,10 @@ class Ordered:
         """What was not sent."""
         self._sent: list[tuple[torch.Tensor, torch.Tensor]] = []
         """(numbers in `positions`, the rows as they were sent)."""
-        self.version: int | None = None
-        """Of the weights (`Rounds.version`) when the latest of all that is due was sent."""
+        self._versions: list[int] = []
+        """For each, that of the weights (`Rounds.version`) that it is known to be up to date with."""
+        self.updated = False
+        """There has been an update since."""
 
     def __len__(self) -> int:
         return len(self._missing)
@@ -98,26 +100,34 @@ class Ordered:
             leased.index_fill_(0, positions.long(), True)
         return (~leased[self.positions.tensor]).nonzero().squeeze(1)
 
-    def due(self, held: torch.Tensor) -> tuple[torch.Tensor, float]:
-        """(numbers in `positions`, sorted, of what was not sent yet or has changed since; the part of it that has).
+    def missing(self) -> torch.Tensor:
+        """Numbers in `positions` (sorted) of what was not sent, or was found to have changed."""
+        return self._missing.nonzero().squeeze(1)
+
+    def find_changes(self, held: torch.Tensor, version: int) -> float:
+        """Looks for rows that have changed since they were sent; returns the part of what it looked at that has.
 
         Args:
-            held: the rows held here, shape (rows held, width).
+            held: the rows held here, shape (rows held, width), with weights of `version`.
         """
         dtype = _BITS[held.itemsize]  # zeros have signs, and NaN is no news
-        due, num_sent, num_changed = self._missing.clone(), 0, 0
-        for numbers, then in self._sent:
+        num_sent = num_changed = 0
+        for i, (numbers, then) in enumerate(self._sent):
+            if self._versions[i] == version:
+                continue
             now = held.index_select(0, self.positions.tensor[numbers])
             changed = numbers[(now.view(dtype) != then.view(dtype)).any(1)]
-            due[changed] = True
+            self._missing[changed] = True
+            self._versions[i] = version
             num_sent, num_changed = num_sent + len(numbers), num_changed + len(changed)
-        return due.nonzero().squeeze(1), num_changed / max(1, num_sent)
+        return num_changed / max(1, num_sent)
 
-    def bring(self, numbers: torch.Tensor, held: torch.Tensor) -> Brought:
+    def bring(self, numbers: torch.Tensor, held: torch.Tensor, version: int) -> Brought:
         """The rows with these numbers, as they are now."""
         rows = held.index_select(0, self.positions.tensor[numbers])
         everything = not self._sent and len(numbers) == len(self._missing)
         self._sent.append((numbers, rows))
+        self._versions.append(version)
         self._missing[numbers] = False
         if everything:
             return Brought(dataclasses.replace(self.positions, tensor=rows), None)

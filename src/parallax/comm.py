@@ -81,7 +81,7 @@ class Sent:
         return self.headers + self.tables + self.dense
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False)
 class Reduction:
     """An AllReduce under way: the buffer it owns and the handle to wait for."""
 
@@ -90,6 +90,8 @@ class Reduction:
     """None: it goes over the mesh, or there is one rank only."""
     levels: Sequence[Sequence[int]] = ()
     """Groups of ranks among which it is summed, one after the other."""
+    is_summed: bool = False
+    """Over the mesh: this rank has sent its sums to the others."""
 
 
 _runs = itertools.count()
@@ -152,6 +154,8 @@ class Comm:
         of each machine."""
         if shared and all(machines.count(machine) == len(self.members) for machine in machines):
             self._levels = [self.members, [r for r, place in enumerate(places) if place == places[self.rank]]]
+        self._reducing: list[Reduction] = []
+        """Over the mesh, those that are under way, oldest first."""
         self._own_posts: collections.deque[tuple[tuple[int, ...], Sequence[memoryview] | None]] = collections.deque()
         """What this rank posted to itself."""
         self._mesh: Mesh | None = None
@@ -245,7 +249,8 @@ class Comm:
                 else:
                     self.sent.inside += num_bytes
             self._scatter(self._mesh, buffer, levels[0])
-            return Reduction(buffer, levels=levels)
+            self._reducing.append(Reduction(buffer, levels=levels))
+            return self._reducing[-1]
 
     def wait(self, reduction: Reduction) -> torch.Tensor:
         if reduction.work is not None:
@@ -253,8 +258,9 @@ class Comm:
                 reduction.work.wait()
         elif self._mesh is not None:
             with self._watching("waiting for an AllReduce") as waiting:
-                self._sum(self._mesh, reduction.buffer, reduction.levels, waiting)
+                self._sum(self._mesh, reduction, waiting)
                 self._mesh.finish()
+                self._reducing.remove(reduction)
         return reduction.buffer
 
     def _scatter(self, mesh: Mesh, buffer: torch.Tensor, group: Sequence[int]) -> None:
@@ -263,29 +269,51 @@ class Comm:
         for i, peer in self._after_me(group):
             mesh.send(peer, Kind.SHARD, [memory[_shard(buffer, len(group), i)]])
 
-    def _sum(self, mesh: Mesh, buffer: torch.Tensor, levels: Sequence[Sequence[int]], waiting: _Waiting) -> None:
+    def _sum(self, mesh: Mesh, reduction: Reduction, waiting: _Waiting) -> None:
         """Sums what `_scatter` has sent, each part on one rank; on several levels, the sums of groups after that."""
-        group, *further = levels
-        peers = self._after_me(group)
+        parts = [reduction.buffer]
+        if not reduction.is_summed:
+            for group in reduction.levels:
+                if len(parts) > 1:
+                    self._scatter(mesh, parts[-1], group)
+                parts.append(self._reduce(mesh, parts[-1], group, waiting))
+            self._send_sum(mesh, parts[-1], reduction.levels[-1])
+        for level, group in reversed(list(enumerate(reduction.levels))):
+            peers, memory = self._after_me(group), memory_of(parts[level])
+            for i, peer in reversed(peers):
+                waiting.on(peer)
+                mesh.receive(peer, Kind.SUM, [memory[_shard(parts[level], len(group), i)]])
+            if level:
+                self._send_sum(mesh, parts[level], reduction.levels[level - 1])
+
+    def _reduce(self, mesh: Mesh, buffer: torch.Tensor, group: Sequence[int], waiting: _Waiting) -> torch.Tensor:
+        """Returns this rank's part of `buffer`, which is summed over a group."""
         me = group.index(self.rank)
         own = buffer.tensor_split(len(group))[me]
         parts = own.new_empty(len(group), len(own))
         parts[me] = own
         memory, size = memory_of(parts), own.nbytes
-        for i, peer in reversed(peers):
+        for i, peer in reversed(self._after_me(group)):
             waiting.on(peer)
             mesh.receive(peer, Kind.SHARD, [memory[i * size : (i + 1) * size]])
-        torch.sum(parts, 0, out=own)  # in rank order; half precision is summed in single
-        if further:
-            self._scatter(mesh, own, further[0])
-            self._sum(mesh, own, further, waiting)
+        return torch.sum(parts, 0, out=own)  # in rank order; half precision is summed in single
+
+    def _send_sum(self, mesh: Mesh, own: torch.Tensor, group: Sequence[int]) -> None:
         memory = memory_of(own)
-        for _, peer in peers:
+        for _, peer in self._after_me(group):
             mesh.send(peer, Kind.SUM, [memory])
-        memory = memory_of(buffer)
-        for i, peer in reversed(peers):
-            waiting.on(peer)
-            mesh.receive(peer, Kind.SUM, [memory[_shard(buffer, len(group), i)]])
+
+    def _sum_what_is_here(self, mesh: Mesh, waiting: _Waiting) -> None:
+        """Sums travel with what else is under way, not after it."""
+        for reduction in self._reducing:
+            if reduction.is_summed:
+                continue
+            if len(reduction.levels) > 1 or not all(mesh.has(peer, Kind.SHARD) for peer in self.peers):
+                return
+            [group] = reduction.levels
+            self._send_sum(mesh, self._reduce(mesh, reduction.buffer, group, waiting), group)
+            reduction.is_summed = True
+        mesh.start()
 
     # -- rounds -------------------------------------------------------------------------------------
 
@@ -382,6 +410,8 @@ class Comm:
                 sizes[i] = mesh.open(peer, kind)
                 mesh.read(peer, [header])
                 received[i] = numbers.unpack(header)
+            if self._reducing and kind is Kind.ROUND:
+                self._sum_what_is_here(mesh, waiting)
         room = make_room(received)
         inboxes = _by_rank(room, len(sources))
         with self._watching("waiting for a round's ids and gradients") as waiting:
@@ -396,15 +426,25 @@ class Comm:
             _copy(own, inboxes[sources.index(self.rank)])
         return received
 
-    def swap(self, outgoing: Sequence[Column], room: Sequence[Column], members: Sequence[int] = ()) -> None:
+    def swap(
+        self,
+        outgoing: Sequence[Column],
+        room: Sequence[Column],
+        members: Sequence[int] = (),
+        meanwhile: Callable[[], None] | None = None,
+    ) -> None:
         """Sends each rank its part of `outgoing`, and fills `room` with what each sends here. Both ends know how much
         that is; nothing travels between two ranks that have nothing for each other.
 
         Args:
             members: between these ranks only, this one among them; on the CPU.
+            meanwhile: what to do when all is on its way. Then `outgoing` must not change later: it may still leave when
+                this returns.
         """
         if self._mesh is None:
             self._all_to_all(outgoing, room)
+            if meanwhile is not None:
+                meanwhile()
             return
         mesh, ranks = self._mesh, members or range(self.world_size)
         peers = self._after_me(ranks)
@@ -418,12 +458,15 @@ class Comm:
         self._count([messages[i] for i, _ in peers], 0, bool(members))
         own = ranks.index(self.rank)
         _copy(messages[own], inboxes[own])
+        if meanwhile is not None:
+            meanwhile()
         with self._watching("waiting for rows") as waiting:
             for i, peer in reversed(peers):
                 if any(inboxes[i]):
                     waiting.on(peer)
                     mesh.receive(peer, Kind.ROUND, inboxes[i])
-            mesh.finish()
+            if meanwhile is None:
+                mesh.finish()
 
     def _after_me(self, ranks: Sequence[int]) -> list[tuple[int, int]]:
         """The others of `ranks` with their numbers among them, in the order in which this rank sends to them, from the

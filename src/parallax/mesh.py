@@ -157,6 +157,10 @@ class Mesh:
         if num_bytes >= SEND_AT_ONCE_BYTES:
             self._write(peer)
 
+    def has(self, peer: int, kind: Kind) -> bool:
+        """A message of that kind has been read before it was asked for."""
+        return bool(self._early.get((peer, kind)))
+
     def open(self, peer: int, kind: Kind) -> int:
         """Waits for the next message of a kind from `peer`, to be taken in by `read`. What was sent leaves meanwhile.
 
@@ -199,11 +203,13 @@ class Mesh:
         self._open[peer] = message
 
     def receive(self, peer: int, kind: Kind, into: Sequence[memoryview]) -> None:
-        """Takes in a whole message of that size."""
+        """Takes in a whole message of that size; if there is one already (`has`), while another is open."""
+        opened = self._open.get(peer)
         num_bytes, expected = self.open(peer, kind), sum(map(len, into))
         if num_bytes != expected:
             raise OSError(f"{num_bytes} bytes came where {expected} were expected")
         self.read(peer, into)
+        self._open[peer] = opened
 
     def start(self) -> None:
         """Sends what waits for the next message, as far as the system takes it now."""

@@ -138,7 +138,6 @@ class Rounds:
         for table, foreseen in request.ahead.items():
             table.foreseen = foreseen
         rows, norms = self._swap(request, received, arrivals)
-        self._bring_early({a.table: a.table.bring_unleased() for a in arrivals if a.orders})
         return Round(
             flags=flags,
             weights=[number(h[WEIGHT]) for h in received],
@@ -160,6 +159,8 @@ class Rounds:
     def bring_updated(self, tables: Collection[Table]) -> None:
         """These tables were updated: sends what was asked for ahead."""
         self._bring_early({table: table.bring_updated(self.version) for table in tables})
+        for table in tables:
+            table.see_update(self.version)
 
     def _bring_early(self, found: Mapping[Table, Brought | None]) -> None:
         brought = {table: rows for table, rows in found.items() if rows is not None}
@@ -289,7 +290,9 @@ class Rounds:
             others = like.new_empty(len(ask.unleased.tensor), like.shape[1])
             room += [*(Column(part, ask.leased.spans) for part in leased), Column(others, ask.unleased.spans)]
             rows[ask.table] = leased, others
-        self.comm.swap(answers, room)
+        orders = [arrival.table for arrival in arrivals if arrival.orders]
+        meanwhile = (lambda: self._bring_early({t: t.bring_unleased(self.version) for t in orders})) if orders else None
+        self.comm.swap(answers, room, meanwhile=meanwhile)
         return [(decode(rows[a.table][0], a.table.dtype), rows[a.table][1]) for a in request.asks], norms
 
     def _field(self, table: Table, field: int) -> torch.Tensor:

@@ -486,6 +486,8 @@ class Runtime:
             self._hold_back(scales[self.comm.rank])
         self._updated.clear()
         loose: list[nn.Parameter] = []
+        if not news:  # while dense gradients are on their way
+            self._add_up(scales, merged_scales)
         if keep:
             self._kept.clear()
             self._num_steps += 1
@@ -501,11 +503,13 @@ class Runtime:
             self._kept.clear()
             self._held_back = False
             loose = self._finish_dense(contribution, news)
+        if news:  # which tables there are is known now
+            self._add_up(scales, merged_scales)
         more_to_come = set(loose)
         for table in self._exchanged():
             p = table.parameter
             hook = functools.partial(self._hooked, table) if self.hooks.waits(p) and p not in more_to_come else None
-            if table.finish_gradient(merged_scales if table.merged else scales, hook):
+            if table.finish_gradient(hook):
                 self._updated.add(p)
         for p in loose:
             if p.grad is not None and self.hooks.waits(p):
@@ -513,6 +517,10 @@ class Runtime:
             accumulate(p, self._before.pop(p, None))
         if not keep:
             self._bring_back()
+
+    def _add_up(self, scales: Sequence[float], merged_scales: Sequence[float]) -> None:
+        for table in self._exchanged():
+            table.add_up(merged_scales if table.merged else scales)
 
     def _merging_scale(self, weight: float) -> float:
         return weight / (self._reference_samples or 1.0) if self.config.reduction == "mean" else float(weight > 0)

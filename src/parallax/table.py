@@ -304,6 +304,8 @@ class Table:
         change any more."""
         self.contributions: list[Contribution] = []
         self.incoming: list[Incoming] = []
+        self._sum: torch.Tensor | None = None
+        """Of the row gradients of a step."""
         self.num_open = 0
         """Lookups whose gradient may still come in the next backward pass."""
         self.pushed = False
@@ -412,37 +414,46 @@ class Table:
         """At the end of a backward pass: many rows that were asked for ahead have got no gradient."""
         return self.window.foreseen and self.num_rows_touched < USEFUL * len(self.window)
 
-    def bring_unleased(self) -> Brought | None:
-        """What is to be sent at once of what was asked for ahead."""
-        if self.ordered is None or not self.sends_before or len(self.ordered) * self.row_bytes < EARLY_BYTES:
+    def bring_unleased(self, version: int) -> Brought | None:
+        """What is to be sent at once of what was asked for ahead; the weights are those of `version`."""
+        if not self._orders_much or not self.sends_before:
             return None
+        assert self.ordered is not None
         leased = self.leases.all_of(range(self.world_size))
-        return self._bring(self.ordered.not_leased(leased, self.num_held), EARLY_BYTES)
+        return self._bring(self.ordered.not_leased(leased, self.num_held), version, EARLY_BYTES)
 
     def bring_updated(self, version: int) -> Brought | None:
         """After an update, which makes the weights those of `version`: what is to be sent of the rest."""
-        if self.ordered is None or len(self.ordered) * self.row_bytes < EARLY_BYTES:
+        if not self._orders_much or not self.sends_after:
             return None
-        due, changed = self.ordered.due(self.flat(self.data))
-        self.sends_before &= changed <= MOST_CHANGED
-        if not self.sends_after or (brought := self._bring(due, EARLY_BYTES)) is None:
-            return None
-        self.ordered.version = version
-        return brought
+        assert self.ordered is not None
+        return self._bring(self.ordered.missing(), version, EARLY_BYTES)
+
+    def see_update(self, version: int) -> None:
+        """After that: looks what has changed of what was sent before; this goes with the rest."""
+        if self._orders_much:
+            assert self.ordered is not None
+            self.ordered.updated = True
+            self.sends_before &= self.ordered.find_changes(self.flat(self.data), version) <= MOST_CHANGED
 
     def bring_rest(self, version: int) -> Brought | None:
         """In the first round with the weights of `version`: what is still to be brought."""
-        if self.ordered is None or self.ordered.version == version:
+        if self.ordered is None:
             return None
-        due, changed = self.ordered.due(self.flat(self.data))
-        self.sends_after &= changed <= MOST_CHANGED or self.ordered.version is None
-        return self._bring(due, 1)
+        changed = self.ordered.find_changes(self.flat(self.data), version)
+        self.sends_after &= changed <= MOST_CHANGED or not self.ordered.updated
+        return self._bring(self.ordered.missing(), version, 1)
 
-    def _bring(self, numbers: torch.Tensor, least_bytes: int) -> Brought | None:
+    @property
+    def _orders_much(self) -> bool:
+        """What was asked for ahead is worth a message of its own."""
+        return self.ordered is not None and len(self.ordered) * self.row_bytes >= EARLY_BYTES
+
+    def _bring(self, numbers: torch.Tensor, version: int, least_bytes: int) -> Brought | None:
         assert self.ordered is not None
         if len(numbers) * self.row_bytes < least_bytes:
             return None
-        return self.ordered.bring(numbers, self.flat(self.data))
+        return self.ordered.bring(numbers, self.flat(self.data), version)
 
     def move(self, partitioning: Partitioning | None) -> None:
         """Its rows live elsewhere from now on, on all ranks."""
@@ -546,22 +557,16 @@ class Table:
     def receive(self, incoming: Incoming) -> None:
         self.incoming.append(incoming)
 
-    def finish_gradient(self, scales: Sequence[float], hook: Callable[[torch.Tensor], torch.Tensor] | None) -> bool:
-        """Sums what was pushed, each rank's part times its scale, round by round in rank order, into `.grad`.
-
-        Args:
-            hook: what to make of the sum before it is added to an earlier gradient.
-
-        Returns:
-            Whether a rank used the table.
-        """
+    def add_up(self, scales: Sequence[float]) -> None:
+        """Sums what was pushed, each rank's part times its scale, round by round in rank order; it is added to `.grad`
+        by `finish_gradient`."""
         incoming, self.incoming = self.incoming, []
         used, self.pushed = self.pushed, False
         if used and self.watch is not None:
             self.watch(self, incoming)
         self.num_rows_touched = 0
         if not used:
-            return False
+            return
         positions = cat([i.positions for i in incoming]).long()
         brought = cat([i.grads for i in incoming])
         sources = [n for i in incoming for n in i.num_rows]
@@ -577,10 +582,23 @@ class Table:
             touched, slots = torch.unique(positions, return_inverse=True)
             values = multiplied(add_rows(grads, slots, touched.numel()), scale).reshape(-1, *self.row_shape)
             size = (self.num_held, *self.row_shape)
-            grad = torch.sparse_coo_tensor(touched[None], values, size, is_coalesced=True, check_invariants=False)
+            self._sum = torch.sparse_coo_tensor(touched[None], values, size, is_coalesced=True, check_invariants=False)
         else:
-            grad = multiplied(add_rows(grads, positions, self.num_held), scale)
-            grad = grad.reshape(self.num_held, *self.row_shape)
+            summed = multiplied(add_rows(grads, positions, self.num_held), scale)
+            self._sum = summed.reshape(self.num_held, *self.row_shape)
+
+    def finish_gradient(self, hook: Callable[[torch.Tensor], torch.Tensor] | None) -> bool:
+        """Adds the sum of a step to `.grad`.
+
+        Args:
+            hook: what to make of the sum before.
+
+        Returns:
+            Whether a rank used the table.
+        """
+        grad, self._sum = self._sum, None
+        if grad is None:
+            return False
         if hook is not None:
             grad = hook(grad)
         before = self.grad
