@@ -111,7 +111,7 @@ def test_rows_come_ahead_and_change_nothing(how: str) -> None:
         assert with_it["after"] >= 8, with_it
         assert (with_it["before"] >= 8) == ("all rows" not in how), with_it
         # In the first step it turns out that rows change that nobody has leased.
-        assert with_it["at last"] == ("all rows" in how), with_it
+        assert (with_it["at last"] > 0) == ("all rows" in how), with_it
 
 
 @pytest.mark.parametrize("between", ["unforeseen", "accumulate", "edit", "evaluate"])
