@@ -488,3 +488,65 @@ def test_the_name_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert comm.machine_name() == "left"
     monkeypatch.delenv("PARALLAX_MACHINE")
     assert comm.machine_name().startswith(socket.gethostname())
+
+
+class Connection:
+    """Takes down what is set."""
+
+    def __init__(self, default: bytes) -> None:
+        self.algorithm = default
+
+    def setblocking(self, flag: bool) -> None: ...
+
+    def getsockopt(self, level: int, option: int, size: int) -> bytes:
+        return self.algorithm.ljust(size, b"\0")
+
+    def setsockopt(self, level: int, option: int, value: Any) -> None:
+        if (level, option) == (socket.IPPROTO_TCP, socket.TCP_CONGESTION):
+            if value == b"cubic" and self.algorithm == b"bbr, alone":
+                raise OSError("no such algorithm")
+            self.algorithm = value
+
+
+@pytest.mark.parametrize(
+    ("default", "taken"),
+    [(b"bbr", b"cubic"), (b"bbr2", b"cubic"), (b"bbr, alone", b"reno"), (b"dctcp", b"dctcp"), (b"cubic", b"cubic")],
+)
+def test_connections_do_not_use_bbr(default: bytes, taken: bytes) -> None:
+    connection: Any = Connection(default)
+    mesh._set_up(connection, 5.0)
+    assert connection.algorithm == taken
+
+
+def reduce_around_a_round(late: int) -> tuple[list[bool], bool]:
+    """Two AllReduces before a round, on rank `late` the second one after it; returns which were summed in the round,
+    and whether the numbers are right."""
+    run = comm.Comm(torch.device("cpu"), timeout=20.0)
+    try:
+        numbers = [torch.arange(1001.0) * (run.rank + 1), torch.full((70_000,), float(run.rank))]
+        under_way = [run.all_reduce(numbers[0])]
+        if run.rank != late:
+            under_way.append(run.all_reduce(numbers[1]))
+        rows, room = torch.full((run.world_size, 50_000), run.rank), torch.empty(run.world_size, 50_000)
+        one_each = [1] * run.world_size
+        run.exchange(
+            [[7]] * run.world_size, [Column.split(rows.float(), one_each)], lambda _: [Column.split(room, one_each)]
+        )
+        summed = [reduction.is_summed for reduction in under_way]
+        if run.rank == late:
+            under_way.append(run.all_reduce(numbers[1]))
+        first, second = map(run.wait, under_way)
+        n = run.world_size
+        right = torch.equal(first, torch.arange(1001.0) * (n * (n + 1) / 2))
+        right &= bool((second == n * (n - 1) / 2).all()) and torch.equal(room[:, 0], torch.arange(float(n)))
+        return summed, right
+    finally:
+        run.close()
+
+
+@several_ranks
+def test_sums_travel_with_a_round(world_size: int) -> None:
+    """But nobody waits for parts that come after it."""
+    assert ranks.run(world_size, reduce_around_a_round, -1) == [([True, True], True)] * world_size
+    for summed, right in ranks.run(world_size, reduce_around_a_round, 1):
+        assert (summed[0], any(summed[1:]), right) == (True, False, True)
