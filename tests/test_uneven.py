@@ -194,3 +194,49 @@ def lazy_weights(set_to_none: bool) -> dict[str, torch.Tensor]:
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     parallax.shutdown()
     return weights
+
+
+class Gated(nn.Module):
+    """Of two tables, a batch uses the second one only if it has an id above 5."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        self.low, self.high = (nn.Embedding(11, 3, sparse=sparse, dtype=DTYPE) for _ in range(2))
+        self.dense = nn.Linear(3, 1, dtype=DTYPE)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        rows = self.low(ids)
+        is_high = ids > 5
+        if bool(is_high.any()):
+            rows = rows.index_put((is_high,), self.high(ids[is_high]))
+        return self.dense(rows).squeeze(-1)
+
+
+def zeroed_gradients() -> list[Any]:
+    return [weights_of_gated(sparse) for sparse in (True, False)]
+
+
+def weights_of_gated(sparse: bool) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    model = Gated(sparse)
+    tables = [model.low.weight, model.high.weight]
+    first = torch.optim.SparseAdam(tables, lr=0.1) if sparse else torch.optim.Adam(tables, lr=0.1)
+    optimizers = [first, torch.optim.Adam(model.dense.parameters(), lr=0.1)]
+    parallax.distribute(model, optimizers)
+    for _ in range(3):
+        for batch in loader():  # the last one, of rank 0 alone, has a low id
+            loss(model, batch).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=False)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    parallax.shutdown()
+    return weights
+
+
+def test_gradients_that_were_zeroed_and_not_made_anew() -> None:
+    """An optimizer steps with them, which changes its moments: on ranks without data, too."""
+    assert int(data(13).tensors[0][-1]) <= 5
+    expected = zeroed_gradients()
+    for found in ranks.run(WORLD_SIZE, zeroed_gradients):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)

@@ -93,7 +93,7 @@ class Repeats:
                 table.grad = None
                 continue
             if table.grad is None:
-                table.grad = torch.zeros_like(table.data)
+                table.grad = table.zero_gradient()
         self.redo({name: changes for name, changes in step["changes"].items() if changes is not None})
         optimizer.step()
 

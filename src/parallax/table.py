@@ -380,6 +380,12 @@ class Table:
         with torch._C.DisableTorchFunctionSubclass():
             self.parameter.grad = value
 
+    def zero_gradient(self) -> torch.Tensor:
+        """As it is after `zero_grad(set_to_none=False)`."""
+        if self.sparse_grad:
+            return torch.sparse_coo_tensor(self.data.shape, dtype=self.dtype, device=self.device)
+        return torch.zeros_like(self.data)
+
     def flat(self, held: torch.Tensor) -> torch.Tensor:
         """`held` (rows held, ...) as (rows held, elements of one row)."""
         return held.reshape(held.shape[0], -1) if held.numel() else held.new_empty(held.shape[0], self.width)
