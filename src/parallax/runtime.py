@@ -1079,14 +1079,21 @@ class Runtime:
         scalers, leftover = unpack(self.comm.all_gather(mine)[source])
         if not last.flags[self.comm.rank] & Flag.ACTIVE:
             self.scalers.take_over(scalers)
+        if last.flags[self.comm.rank] & Flag.ACTIVE:
+            return
+        copies, changes, zeros = leftover
         if last.flags[source] & Flag.CLEAN:
             self._drop_gradients()
-        elif not last.flags[self.comm.rank] & Flag.ACTIVE:
-            copies, changes = leftover
-            for name, grad in copies.items():
-                p = self.parameters[name]
-                p.grad = None if grad is None else grad.to(p.device)
-            self.repeats.redo(changes)
+            for name in zeros:
+                if name in self.tables:
+                    self.tables[name].grad = self.tables[name].zero_gradient()
+                else:
+                    self.parameters[name].grad = torch.zeros_like(self.parameters[name])
+            return
+        for name, grad in copies.items():
+            p = self.parameters[name]
+            p.grad = None if grad is None else grad.to(p.device)
+        self.repeats.redo(changes)
 
     def _share_changes(self) -> None:
         """Ranks without data do to the gradients of tables what was done to them here."""
@@ -1094,13 +1101,15 @@ class Runtime:
         changes = self.reads.take_changes()
         self._run_round(Request(flags=Flag.CHANGED, blob=pack(changes).to(self.comm.device)))
 
-    def _leftover(self) -> tuple[dict[str, torch.Tensor | None], dict[str, list[Change]]]:
+    def _leftover(self) -> tuple[dict[str, torch.Tensor | None], dict[str, list[Change]], list[str]]:
         """What is left of gradients that were not stepped with, for ranks that were served: those of copies, and what
-        was done to those of tables."""
-        if self._stepped or self._is_clean():
-            return {}, {}
+        was done to those of tables; or if nothing is left, the names of those that are there and zero."""
+        if self._is_clean():
+            return {}, {}, [name for p, name in self.names.items() if p.grad is not None]
+        if self._stepped:
+            return {}, {}, []
         copies = {} if self._held_back else {n: p.grad for n, p in self.parameters.items() if not self._is_sharded(n)}
-        return copies, self.reads.changes
+        return copies, self.reads.changes, []
 
     def _is_sharded(self, name: str) -> bool:
         return name in self.tables and self.tables[name].sharded

@@ -382,9 +382,8 @@ class Table:
 
     def zero_gradient(self) -> torch.Tensor:
         """As it is after `zero_grad(set_to_none=False)`."""
-        if self.sparse_grad:
-            return torch.sparse_coo_tensor(self.data.shape, dtype=self.dtype, device=self.device)
-        return torch.zeros_like(self.data)
+        layout = torch.sparse_coo if self.sparse_grad else torch.strided
+        return torch.zeros_like(self.data, layout=layout)
 
     def flat(self, held: torch.Tensor) -> torch.Tensor:
         """`held` (rows held, ...) as (rows held, elements of one row)."""
