@@ -280,8 +280,8 @@ def _fill(parameters: Sequence[nn.Parameter], bucket_bytes: float) -> list[list[
     groups: list[list[nn.Parameter]] = []
     sizes: list[float] = []
     for p in parameters:
-        limit = min(FIRST_BUCKET_BYTES, bucket_bytes) if len(groups) == 1 else bucket_bytes
-        fits = groups and sizes[-1] < limit  # as DDP: a small first layer does not leave alone
+        limit = FIRST_BUCKET_BYTES if len(groups) == 1 else bucket_bytes
+        fits = groups and sizes[-1] + p.nbytes <= limit
         alike = groups and (groups[-1][0].dtype, groups[-1][0].device) == (p.dtype, p.device)
         if fits and alike:
             groups[-1].append(p)

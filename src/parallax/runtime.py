@@ -1077,10 +1077,9 @@ class Runtime:
         self.comm.broadcast([p.data for p, name in self.names.items() if not self._is_sharded(name)], source)
         mine = pack((self.scalers.states(), self._leftover())) if self.comm.rank == source else None
         scalers, leftover = unpack(self.comm.all_gather(mine)[source])
-        if not last.flags[self.comm.rank] & Flag.ACTIVE:
-            self.scalers.take_over(scalers)
         if last.flags[self.comm.rank] & Flag.ACTIVE:
             return
+        self.scalers.take_over(scalers)
         copies, changes, zeros = leftover
         if last.flags[source] & Flag.CLEAN:
             self._drop_gradients()

@@ -421,25 +421,24 @@ class Table:
 
     def bring_unleased(self, version: int) -> Brought | None:
         """What is to be sent at once of what was asked for ahead; the weights are those of `version`."""
-        if not self._orders_much or not self.sends_before:
+        order = self._large_order
+        if order is None or not self.sends_before:
             return None
-        assert self.ordered is not None
         leased = self.leases.all_of(range(self.world_size))
-        return self._bring(self.ordered.not_leased(leased, self.num_held), version, EARLY_BYTES)
+        return self._bring(order, order.not_leased(leased, self.num_held), version, EARLY_BYTES)
 
     def bring_updated(self, version: int) -> Brought | None:
         """After an update, which makes the weights those of `version`: what is to be sent of the rest."""
-        if not self._orders_much or not self.sends_after:
+        order = self._large_order
+        if order is None or not self.sends_after:
             return None
-        assert self.ordered is not None
-        return self._bring(self.ordered.missing(), version, EARLY_BYTES)
+        return self._bring(order, order.missing(), version, EARLY_BYTES)
 
     def see_update(self, version: int) -> None:
         """After that: looks what has changed of what was sent before; this goes with the rest."""
-        if self._orders_much:
-            assert self.ordered is not None
-            self.ordered.updated = True
-            self.sends_before &= self.ordered.find_changes(self.flat(self.data), version) <= MOST_CHANGED
+        if (order := self._large_order) is not None:
+            order.updated = True
+            self.sends_before &= order.find_changes(self.flat(self.data), version) <= MOST_CHANGED
 
     def bring_rest(self, version: int) -> Brought | None:
         """In the first round with the weights of `version`: what is still to be brought."""
@@ -447,18 +446,18 @@ class Table:
             return None
         changed = self.ordered.find_changes(self.flat(self.data), version)
         self.sends_after &= changed <= MOST_CHANGED or not self.ordered.updated
-        return self._bring(self.ordered.missing(), version, 1)
+        return self._bring(self.ordered, self.ordered.missing(), version, 1)
 
     @property
-    def _orders_much(self) -> bool:
-        """What was asked for ahead is worth a message of its own."""
-        return self.ordered is not None and len(self.ordered) * self.row_bytes >= EARLY_BYTES
+    def _large_order(self) -> Ordered | None:
+        """What was asked for ahead, if it is worth a message of its own."""
+        order = self.ordered
+        return order if order is not None and len(order) * self.row_bytes >= EARLY_BYTES else None
 
-    def _bring(self, numbers: torch.Tensor, version: int, least_bytes: int) -> Brought | None:
-        assert self.ordered is not None
+    def _bring(self, order: Ordered, numbers: torch.Tensor, version: int, least_bytes: int) -> Brought | None:
         if len(numbers) * self.row_bytes < least_bytes:
             return None
-        return self.ordered.bring(numbers, self.flat(self.data), version)
+        return order.bring(numbers, self.flat(self.data), version)
 
     def move(self, partitioning: Partitioning | None) -> None:
         """Its rows live elsewhere from now on, on all ranks."""
@@ -575,21 +574,20 @@ class Table:
         positions = cat([i.positions for i in incoming]).long()
         brought = cat([i.grads for i in incoming])
         sources = [n for i in incoming for n in i.num_rows]
-        scale = scales[0] if len(set(scales)) == 1 and brought.itemsize >= 4 and not self.by_frequency else 0.0
-        if scale:  # the same for all: the sum, which has fewer rows, is multiplied with it
-            grads = brought
-        else:
+        grads, scale = brought, scales[0]
+        if len(set(scales)) > 1 or not scale or brought.itemsize < 4 or self.by_frequency:
             grads = scaled(brought, [scales[n % self.world_size] for n in range(len(sources))], sources, self.width)
+            scale = 1.0
         if self.by_frequency:
             counts = add_rows(brought[:, self.width :], positions, self.num_held)
             grads = grads[:, : self.width] / counts[positions]
         if self.sparse_grad:
             touched, slots = torch.unique(positions, return_inverse=True)
-            values = multiplied(add_rows(grads, slots, touched.numel()), scale).reshape(-1, *self.row_shape)
+            values = add_rows(grads, slots, touched.numel()).mul_(scale).reshape(-1, *self.row_shape)
             size = (self.num_held, *self.row_shape)
             self._sum = torch.sparse_coo_tensor(touched[None], values, size, is_coalesced=True, check_invariants=False)
         else:
-            summed = multiplied(add_rows(grads, positions, self.num_held), scale)
+            summed = add_rows(grads, positions, self.num_held).mul_(scale)  # it has fewer rows
             self._sum = summed.reshape(self.num_held, *self.row_shape)
 
     def finish_gradient(self, hook: Callable[[torch.Tensor], torch.Tensor] | None) -> bool:
@@ -633,11 +631,6 @@ def add_rows(grads: torch.Tensor, rows: torch.Tensor, num_rows: int) -> torch.Te
         return grads.new_zeros(num_rows, grads.shape[1])
     summed = torch.ops.aten.embedding_dense_backward(wide, rows, num_rows, SKIPPED, False)
     return summed.to(grads.dtype)
-
-
-def multiplied(rows: torch.Tensor, scale: float) -> torch.Tensor:
-    """`rows`, changed in place; 0 stands for no scale."""
-    return rows if scale in (0.0, 1.0) else rows.mul_(scale)
 
 
 def scaled(grads: torch.Tensor, scales: Sequence[float], num_rows: Sequence[int], width: int) -> torch.Tensor:
