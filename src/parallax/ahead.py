@@ -67,6 +67,16 @@ class Foreseen:
         self.rows.index_copy_(0, which, rows)
 
 
+@dataclasses.dataclass
+class _Sent:
+    """Rows as they were sent, by their numbers in `Ordered.positions`."""
+
+    numbers: torch.Tensor
+    rows: torch.Tensor
+    version: int
+    """Of the weights (`Rounds.version`) that they are known to be up to date with, or else in `Ordered._missing`."""
+
+
 class Ordered:
     """What ranks have asked this one for ahead, of one table."""
 
@@ -83,10 +93,7 @@ class Ordered:
         """Of each of `positions`, its number among those of its rank."""
         self._missing = torch.ones_like(self.positions.tensor, dtype=torch.bool)
         """What was not sent."""
-        self._sent: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """(numbers in `positions`, the rows as they were sent)."""
-        self._versions: list[int] = []
-        """For each, that of the weights (`Rounds.version`) that it is known to be up to date with."""
+        self._sent: list[_Sent] = []
         self.updated = False
         """There has been an update since."""
 
@@ -112,22 +119,21 @@ class Ordered:
         """
         dtype = _BITS[held.itemsize]  # zeros have signs, and NaN is no news
         num_sent = num_changed = 0
-        for i, (numbers, then) in enumerate(self._sent):
-            if self._versions[i] == version:
+        for sent in self._sent:
+            if sent.version == version:
                 continue
-            now = held.index_select(0, self.positions.tensor[numbers])
-            changed = numbers[(now.view(dtype) != then.view(dtype)).any(1)]
+            now = held.index_select(0, self.positions.tensor[sent.numbers])
+            changed = sent.numbers[(now.view(dtype) != sent.rows.view(dtype)).any(1)]
             self._missing[changed] = True
-            self._versions[i] = version
-            num_sent, num_changed = num_sent + len(numbers), num_changed + len(changed)
+            sent.version = version
+            num_sent, num_changed = num_sent + len(sent.numbers), num_changed + len(changed)
         return num_changed / max(1, num_sent)
 
     def bring(self, numbers: torch.Tensor, held: torch.Tensor, version: int) -> Brought:
         """The rows with these numbers, as they are now."""
         rows = held.index_select(0, self.positions.tensor[numbers])
         everything = not self._sent and len(numbers) == len(self._missing)
-        self._sent.append((numbers, rows))
-        self._versions.append(version)
+        self._sent.append(_Sent(numbers, rows, version))
         self._missing[numbers] = False
         if everything:
             return Brought(dataclasses.replace(self.positions, tensor=rows), None)

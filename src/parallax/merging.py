@@ -16,7 +16,7 @@ import torch
 
 from parallax.comm import Comm
 from parallax.mesh import Column
-from parallax.message import PER_TABLE, Arrival, Ask, Request, Want, bits, number, pack
+from parallax.message import Arrival, Ask, Request, Want, bits, number, of_tables, pack
 from parallax.table import Push, Table
 
 Rows = list[tuple[torch.Tensor, torch.Tensor]]
@@ -70,10 +70,8 @@ class Merging:
         arrivals: list[Arrival] = []
 
         def make_room(headers: Sequence[Sequence[int]]) -> list[Column]:
-            for i, table in enumerate(tables):
-                at = 1 + PER_TABLE * i
-                parts = [h[at : at + PER_TABLE] for h in headers]
-                scales = [number(h[0]) for h in headers]
+            scales = [number(h[0]) for h in headers]
+            for table, parts in zip(tables, of_tables(headers, 1), strict=True):
                 arrivals.append(Arrival(table, parts, torch.int64, scales=scales))
             return [column for arrival in arrivals for column in arrival.columns]
 

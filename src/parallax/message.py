@@ -124,6 +124,12 @@ def nothing_of_a_table() -> tuple[int, ...]:
     return 0, 0, _NOT_PUSHED, 0, bits(_NO_RENORM), bits(2.0), 0, 0
 
 
+def of_tables(headers: Sequence[Sequence[int]], num_fixed: int) -> list[list[tuple[int, ...]]]:
+    """For each table, what `headers` (that of each rank) say of it, behind `num_fixed` other numbers."""
+    starts = range(num_fixed, len(headers[0]), PER_TABLE)
+    return [[tuple(h[at : at + PER_TABLE]) for h in headers] for at in starts]
+
+
 def pack(
     request: Request, tables: Sequence[Table], fixed: Sequence[int], world_size: int, wire: WireDtype = "float32"
 ) -> tuple[list[list[int]], list[Column]]:

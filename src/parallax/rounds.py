@@ -8,7 +8,6 @@ it brings. Then whoever was asked answers. A rank with nothing to ask still take
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
@@ -38,6 +37,7 @@ from parallax.message import (
     bits,
     nothing_of_a_table,
     number,
+    of_tables,
     pack,
 )
 from parallax.table import Push, Table
@@ -114,9 +114,8 @@ class Rounds:
         def make_room(headers: Sequence[Sequence[int]]) -> list[Column]:
             if any(h[FLAGS] & Flag.FAILED for h in headers):  # nothing follows
                 return []
-            for i, table in enumerate(self.tables):
-                at = FIXED + PER_TABLE * i
-                arrivals.append(Arrival(table, [h[at : at + PER_TABLE] for h in headers], table.id_dtype, self.wire))
+            for table, parts in zip(self.tables, of_tables(headers, FIXED), strict=True):
+                arrivals.append(Arrival(table, parts, table.id_dtype, self.wire))
             sizes = [h[BLOB] for h in headers]
             blob = Column.split(torch.empty(sum(sizes), dtype=torch.uint8, device=self.comm.device), sizes)
             blobs.extend(map(blob.part, range(len(headers))))
@@ -185,12 +184,11 @@ class Rounds:
 
         def make_room(headers: Sequence[Sequence[int]]) -> list[Column]:
             nothing = nothing_of_a_table()
-            for table, at in zip(self.tables, itertools.count(0, PER_TABLE), strict=False):
-                parts = [nothing] * self.comm.world_size
-                for source, h in zip(sources, headers, strict=True):
-                    parts[source] = tuple(h[at : at + PER_TABLE])
+            for table, parts in zip(self.tables, of_tables(headers, 0), strict=True):
                 if any(part != nothing for part in parts):
-                    arrivals.append(Arrival(table, parts, table.id_dtype, self.wire))
+                    by_source = dict(zip(sources, parts, strict=True))
+                    everyone = [by_source.get(rank, nothing) for rank in range(self.comm.world_size)]
+                    arrivals.append(Arrival(table, everyone, table.id_dtype, self.wire))
             columns = [column for arrival in arrivals for column in arrival.columns]
             return [Column(c.tensor, [c.spans[source] for source in sources]) for c in columns]
 
