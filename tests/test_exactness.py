@@ -102,6 +102,49 @@ def uneven(world_size: int, architecture: str, optimizer: str) -> oracle.Case:
     return case
 
 
+class SameIds(nn.Module):
+    """Tables of which some have the same shape, all looked up with the same ids; and rows that get no gradient."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        self.weight, self.bias, self.few = (
+            nn.Embedding(rows, width, sparse=sparse, dtype=torch.float64) for rows, width in ((13, 3), (13, 1), (8, 2))
+        )
+        with torch.no_grad():
+            for p in self.parameters():
+                p.uniform_(0.2, 1.0)
+
+    def tables(self) -> list[nn.Parameter]:
+        return list(self.parameters())
+
+    def dense(self) -> list[nn.Parameter]:
+        return []
+
+    def forward(self, ids: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+        self.weight(others)
+        return torch.cat([self.weight(ids), self.bias(ids), self.few(ids)], 1).sum(1)
+
+
+def same_ids(world_size: int, optimizer: str, sparse: bool) -> oracle.Case:
+    generator = torch.Generator().manual_seed(3)
+
+    def batch() -> Any:
+        return torch.randint(8, (4,), generator=generator), torch.randint(8, (3,), generator=generator)
+
+    makers = {**OPTIMIZERS, "SparseAdam": lambda model: torch.optim.SparseAdam(model.tables(), lr=0.01)}
+    return oracle.Case(
+        model=lambda: SameIds(sparse),
+        optimizers=makers[optimizer],
+        batches=[[batch() for _ in range(world_size)] for _ in range(5)],
+        loss=squares,
+    )
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_tables_that_are_looked_up_with_the_same_ids(world_size: int) -> None:
+    oracle.check_all(world_size, [(same_ids, "Adam", False), (same_ids, "SparseAdam", True)])
+
+
 @pytest.mark.parametrize(
     ("world_size", "architecture"),
     [*((n, "hybrid") for n in (1, 2, 3, 4)), (2, "gather"), (3, "gather"), (2, "dense"), (4, "dense")],
