@@ -751,14 +751,15 @@ def test_case_14_byte_masks(world_size: int) -> None:
 @pytest.mark.parametrize("num_rows", [2**33, 2**33 + 5, 2**31, 2**32 - 1])
 @pytest.mark.parametrize("num_ranks", [1, 3, 4])
 def test_case_14_owners_of_more_rows_than_int32_counts(num_rows: int, num_ranks: int) -> None:
-    from parallax.table import Partitioning
+    from parallax.partitioning import Partitioning, Places
 
     partitioning = Partitioning(num_rows, tuple(range(num_ranks)), num_ranks, torch.device("cpu"))
+    places = Places([partitioning], num_ranks, torch.device("cpu"))
     rows = torch.tensor([0, 1, 5, 2**31 - 1, num_rows // 2, num_rows - 2, num_rows - 1]).unique()
-    keys = partitioning.keys(rows).sort().values
+    keys = places.keys(rows, [(0, len(rows))]).sort().values
     found = []
-    for owner, (a, b) in enumerate(partitioning.by_owner(partitioning.cuts(keys))):
-        positions = partitioning.positions(keys[a:b])
+    for owner, (a, b) in enumerate(places.by_owner(places.cuts(keys))):
+        positions = places.positions(keys[a:b])
         found += (positions.long() * num_ranks + owner).tolist()
     assert sorted(found) == rows.tolist()
     assert sum(partitioning.num_held) == num_rows

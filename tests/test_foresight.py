@@ -69,7 +69,7 @@ def test_a_guess_that_fails_is_dropped_and_a_table_is_given_up_in_the_end() -> N
         known.begin(b, batch(step + 1))
         if known.following():
             given += 1
-            known.doubt("table")
+            known.doubt(["table"])
         known.see("table", b[1].long())
     assert given == foresight.MOST_GUESSES
 

@@ -26,6 +26,8 @@ ORDER = [
     "comm",
     "links",
     "ahead",
+    "partitioning",
+    "leases",
     "table",
     "message",
     "merging",

@@ -15,8 +15,8 @@ from torch import nn
 
 import parallax
 from parallax import runtime
+from parallax.partitioning import Partitioning, Places
 from parallax.plan import Placement
-from parallax.table import Partitioning
 
 PLACES: list[Any] = [(0,), "gather", "last", "allreduce", (1, 0), "three", "allreduce", "many", "each"]
 """Where tables go, one after the other: owners of the partitions, or a placement."""
@@ -116,11 +116,35 @@ def test_graphs_that_were_made_before_a_move(world_size: int) -> None:
     oracle.check(world_size, two)
 
 
-def test_keys_say_which_rows_they_are() -> None:
-    for num_rows, owners in [(1, (0,)), (7, (0, 1, 2)), (7, (2, 0)), (3, (1, 1, 0, 2, 2)), (20, (0, 2, 0, 1, 2, 2, 1))]:
-        partitioning = Partitioning(num_rows, owners, 3, torch.device("cpu"))
-        ids = torch.arange(num_rows)
-        assert torch.equal(partitioning.ids(partitioning.keys(ids)), ids)
+CUTS: list[tuple[int, tuple[int, ...]]] = [
+    (1, (0,)), (7, (0, 1, 2)), (7, (2, 0)), (3, (1, 1, 0, 2, 2)), (20, (0, 2, 0, 1, 2, 2, 1))
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("agents", [(), (0, 0, 1), (1, 0, 1)])
+def test_keys_say_which_rows_they_are(agents: tuple[int, ...]) -> None:
+    parts = [Partitioning(num_rows, owners, 3, torch.device("cpu")) for num_rows, owners in CUTS]
+    for tables in ([part] for part in parts), [parts], [parts[::-1]]:
+        for some in tables:
+            places = Places(some, 3, torch.device("cpu"), agents)
+            ids = [torch.arange(part.num_rows) for part in some]
+            keys = places.keys(torch.cat(ids), [(n, len(rows)) for n, rows in enumerate(ids)])
+            assert len(keys.unique()) == len(keys)
+            for n, (rows, its) in enumerate(zip(ids, keys.split(list(map(len, ids))), strict=True)):
+                assert torch.equal(places.ids(its, n), rows)
+            found, order = keys.sort()
+            assert places.count_by_table(found) == list(map(len, ids))
+            odd = torch.cat(ids)[order] % 2 == 1
+            assert places.count_by_table(found, odd) == [int((rows % 2).sum()) for rows in ids]
+            owners = torch.cat([part.owner_of(rows) for part, rows in zip(some, ids, strict=True)])[order]
+            for rank, (a, b) in enumerate(places.by_owner(places.cuts(found))):
+                assert bool((owners[a:b] == rank).all())
+                assert b - a == places.firsts[rank][-1]
+                assert sorted(places.positions(found[a:b]).tolist()) == list(range(b - a))
+            asked = torch.tensor(agents or (0, 1, 2))[owners]
+            for number, (a, b) in enumerate(places.by_asked(places.cuts(found))):
+                assert bool((asked[a:b] == number).all())
+                assert b - a == int((asked == number).sum())
 
 
 def moved_on_one_rank() -> None:

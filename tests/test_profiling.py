@@ -18,9 +18,10 @@ from torch import nn
 import parallax
 from parallax import links, tuning
 from parallax.comm import Comm
+from parallax.partitioning import Partitioning
 from parallax.plan import ParameterProfile, Use
 from parallax.profiling import Clock, Counted, RowCounts, profile_of
-from parallax.table import Incoming, Partitioning, Table
+from parallax.table import Incoming, Table
 from parallax.topology import Link, Links, Topology
 
 PROFILE = ParameterProfile(name="w", shape=(10, 2), itemsize=4, use=Use.LOOKUP)

@@ -32,16 +32,16 @@ class Brought:
 
 
 class Foreseen:
-    """What this rank has asked for ahead, of one table."""
+    """What this rank has asked for ahead, of one stack."""
 
-    def __init__(self, ids: torch.Tensor, keys: torch.Tensor, inverse: torch.Tensor, positions: Column) -> None:
+    def __init__(self, raw: torch.Tensor, keys: torch.Tensor, inverse: torch.Tensor, positions: Column) -> None:
         """
         Args:
-            ids: row numbers, as the lookups of a step are expected to have them, one after the other.
-            keys: theirs, sorted, each once (`Partitioning.keys`); `keys[inverse]` are those of `ids`.
+            raw: keys of rows (`Places.keys`), as the lookups of a step are expected to have them, table by table.
+            keys: these, sorted, each once; `keys[inverse]` is `raw`.
             positions: where each of `keys` is at its owner.
         """
-        self.ids, self.keys, self.inverse, self.positions = ids, keys, inverse, positions
+        self.raw, self.keys, self.inverse, self.positions = raw, keys, inverse, positions
         self.rows: torch.Tensor | None = None
         """Shape (keys, width); filled little by little."""
 
@@ -78,7 +78,7 @@ class _Sent:
 
 
 class Ordered:
-    """What ranks have asked this one for ahead, of one table."""
+    """What ranks have asked this one for ahead, of one stack."""
 
     def __init__(self, positions: Column) -> None:
         """

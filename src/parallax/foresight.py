@@ -166,13 +166,13 @@ class Foresight:
             self._certain.add(name)
             return
         if known is not None:
-            self.doubt(name)
+            self.doubt([name])
         if self._num_wrong.get(name, 0) < MOST_GUESSES and self._batch:
             found = guess(ids, self._batch)
             if found is not None:
                 self._guesses[name] = found
             else:
-                self.doubt(name)
+                self.doubt([name])
 
     def see(self, name: str, ids: torch.Tensor) -> None:
         """Table `name` is looked up with `ids` in the step of the batch that was handed out."""
@@ -184,11 +184,12 @@ class Foresight:
         """The ids of some tables are known ahead."""
         return bool(self._certain) and not self._given_up
 
-    def doubt(self, name: str) -> None:
-        """What was foreseen of this table was wrong."""
-        self._certain.discard(name)
-        self._guesses.pop(name, None)
-        self._num_wrong[name] = self._num_wrong.get(name, 0) + 1
+    def doubt(self, names: Iterable[str]) -> None:
+        """What was foreseen of these tables was wrong."""
+        for name in names:
+            self._certain.discard(name)
+            self._guesses.pop(name, None)
+            self._num_wrong[name] = self._num_wrong.get(name, 0) + 1
 
     def give_up(self) -> None:
         """To know more of these batches is of no use."""

@@ -16,17 +16,18 @@ import torch.nn.functional as F
 
 from parallax.ahead import Foreseen
 from parallax.foresight import Foresight
+from parallax.leases import Window
 from parallax.mesh import Column
 from parallax.message import Ask, Request
 from parallax.plan import Placement
 from parallax.rounds import Round
-from parallax.table import SKIPPED, Partitioning, Table, Window, cat
+from parallax.table import SKIPPED, Fetched, Stack, Table, cat
 from parallax.untraced import as_it_is, untraced
 
 _FIRST = 2**62
 """Of what is ready, autograd takes the node with the highest number: row gradients are to leave as soon as they can."""
 
-_NOTHING: Mapping[Table, Foreseen] = {}
+_NOTHING: Mapping[Stack, Foreseen] = {}
 
 
 class Lookup:
@@ -55,8 +56,10 @@ class Lookup:
         self.is_padding = None if padding_idx is None else self.ids == padding_idx
         self.trainable = torch.is_grad_enabled() and table.parameter.requires_grad
         self.window: Window | None = None
-        self.num_rows: int | None = None
-        """Distinct rows with a gradient, if that is known."""
+        self.number = 0
+        """Of the table in the stack of the window."""
+        self.part: tuple[Fetched, int] | None = None
+        """What it was fetched with, and its number among these, if all rows of these are trained."""
         self._rows: torch.Tensor | None = None
         self._index: torch.Tensor | None = None
         self._value: torch.Tensor | None = None
@@ -64,6 +67,10 @@ class Lookup:
     def resolve(self, rows: torch.Tensor, index: torch.Tensor, window: Window | None) -> None:
         """Hands over the rows: `rows[index[i]]` is the row of `ids[i]`, and index is a slot of `window`."""
         self._rows, self._index, self.window = rows, index, window
+
+    def take_picked(self, picked: torch.Tensor) -> None:
+        """Hands over the rows of all ids, one after the other, shape (number of ids, width); after `resolve`."""
+        self._value, self._rows = picked.view(self.shape), None
 
     @property
     def resolved(self) -> bool:
@@ -260,14 +267,14 @@ class _Apply(torch.autograd.Function):
                         f"{lookup.table.rank}); finish the first step before the next forward"
                     )
                 )
-            if lookup.table.by_frequency and lookup.table.contributions:
+            if lookup.table.by_frequency and lookup.table.stack.contributions:
                 ctx.lookups.fail(
                     NotImplementedError(
                         f"{lookup.table.name!r}: with scale_grad_by_freq=True a table is looked up once in a "
                         f"step, because lookups are counted one by one (rank {lookup.table.rank})"
                     )
                 )
-            lookup.table.contribute(lookup.window, lookup.slots(), grads, lookup.num_rows)
+            lookup.table.contribute(lookup.window, lookup.number, lookup.slots(), grads, lookup.part)
             lookup.table.num_open -= 1
             ctx.lookups.on_backward(lookup.table)
         return None, weight_grad, None, None
@@ -275,9 +282,9 @@ class _Apply(torch.autograd.Function):
 
 @dataclasses.dataclass
 class _Wanted:
-    """What one table has to fetch in a flush."""
+    """What a stack has to fetch in a flush."""
 
-    table: Table
+    stack: Stack
     lookups: list[Lookup]
     leased: torch.Tensor
     """Sorted keys that go on lease: a gradient may come back for them."""
@@ -299,7 +306,7 @@ class Lookups:
         on_samples: Callable[[int], None],
         on_use: Callable[..., None],
         before_read: Callable[[], None],
-        is_due: Callable[[Table], bool],
+        is_due: Callable[[Stack], bool],
         fail: Callable[[BaseException], Any],
     ) -> None:
         """
@@ -309,7 +316,7 @@ class Lookups:
             on_samples: told the leading dimension of each lookup's ids.
             on_use: told as `on_use(table, lookup=...)` before a table is looked up or after it was used otherwise.
             before_read: told before something of whole tables is read.
-            is_due: whether what was asked for ahead of a table comes with the next round.
+            is_due: whether what was asked for ahead of a stack comes with the next round.
             fail: tells the other ranks of an error, then raises it.
         """
         self._run_round = run_round
@@ -326,7 +333,7 @@ class Lookups:
         """An optimizer is running: tables are this rank's rows."""
         self._anchor = torch.empty(0, requires_grad=True)
         self._pending: list[Lookup] = []
-        self._sorted: list[tuple[Partitioning, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]] = []
+        self._sorted: list[tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]] = []
         """What was sorted in this flush."""
 
     def apply(self, lookup: Lookup, per_sample_weights: torch.Tensor | None = None) -> torch.Tensor:
@@ -352,13 +359,16 @@ class Lookups:
 
     def read_whole(self, table: Table, field: int = 0) -> torch.Tensor:
         """The whole tensor behind a field of a sharded table (see `Rounds.fields`), fetched from the owners."""
-        assert table.partitioning is not None
+        partitioning, stack = table.partitioning, table.stack
+        assert partitioning is not None
         self.before_read()
-        num_held = table.partitioning.num_held
-        positions = torch.cat([torch.arange(n, device=table.device) for n in num_held]).to(table.id_dtype)
-        ask = Ask(table, Column.split(positions[:0], [0] * len(num_held)), Column.split(positions, num_held))
+        ranks = range(table.world_size)
+        spans = [stack.positions_of(table, rank) for rank in ranks]
+        positions = torch.cat([torch.arange(a, b, device=table.device) for a, b in spans]).to(stack.id_dtype)
+        unleased = Column.split(positions, partitioning.num_held)
+        ask = Ask(stack, Column.split(positions[:0], [0] * len(ranks)), unleased, table=table)
         _, rows = self._run_round(Request(asks=[ask], field=field)).rows[0]
-        order = torch.cat([table.partitioning.rows_of(r) for r in range(table.world_size)])
+        order = torch.cat([partitioning.rows_of(rank) for rank in ranks])
         whole = torch.empty_like(rows)
         whole[order] = rows
         return whole
@@ -366,93 +376,95 @@ class Lookups:
     def flush(self) -> None:
         """Fetches in one round the rows of all pending lookups that are not here yet."""
         pending, self._pending = self._pending, []
-        by_table: dict[Table, list[Lookup]] = {}
+        by_stack: dict[Stack, list[Lookup]] = {}
         for lookup in pending:
-            by_table.setdefault(lookup.table, []).append(lookup)
-        wanted = [self._want(table, lookups) for table, lookups in by_table.items()]
+            by_stack.setdefault(lookup.table.stack, []).append(lookup)
+        wanted = [self._want(stack, lookups) for stack, lookups in by_stack.items()]
         missing = [w for w in wanted if w.leased.numel() or w.unleased.numel()]
-        rows = self.lease(missing, self._ahead(by_table)) if missing or any(map(self._is_due, by_table)) else []
+        rows = self.lease(missing, self._ahead(by_stack)) if missing or any(map(self._is_due, by_stack)) else []
         extra = {id(w): r for w, r in zip(missing, rows, strict=True)}
         for w in wanted:
             self._resolve(w, extra.get(id(w)))
         self._sorted.clear()
 
-    def _ahead(self, by_table: Mapping[Table, Sequence[Lookup]]) -> dict[Table, Foreseen]:
+    def _ahead(self, by_stack: Mapping[Stack, Sequence[Lookup]]) -> dict[Stack, Foreseen]:
         """What is likely to be looked up in the step after this one, if it is known and not asked for yet."""
         if (
             self.foresight is None
             or not self.asks_ahead
-            or not any(lookup.trainable for of in by_table.values() for lookup in of)
+            or not any(lookup.trainable for of in by_stack.values() for lookup in of)
         ):
             return {}
         found = {}
         following = self.foresight.following()
-        for table in by_table:
-            ids = following.get(table.name)
-            if ids is None or table.partitioning is None:
+        for stack in by_stack:
+            ids = {number: following[t.name] for number, t in enumerate(stack.tables) if t.name in following}
+            if not ids or stack.places is None:
                 continue
-            if table.foreseen is not None and not self._is_due(table):
+            if stack.foreseen is not None and not self._is_due(stack):
                 self.foresight.give_up()  # gradients accumulate: what is asked for ahead is late, or for nothing
                 return {}
-            low, high = torch.stack(torch.aminmax(ids)).tolist()
-            if low >= 0 and high < table.num_rows:
-                keys, inverse = self._sort(table.partitioning, ids.to(table.device))
-                spans = table.partitioning.by_owner(table.partitioning.cuts(keys))
-                found[table] = Foreseen(ids, keys, inverse, Column(table.partitioning.positions(keys), spans))
+            limits = {number: torch.stack(torch.aminmax(of_one)).tolist() for number, of_one in ids.items()}
+            if all(low >= 0 and high < stack.tables[number].num_rows for number, (low, high) in limits.items()):
+                counts = [(number, len(of_one)) for number, of_one in ids.items()]
+                raw = stack.places.keys(cat(list(ids.values())).to(stack.device), counts)
+                keys, inverse = self._sort(raw)
+                spans = stack.places.by_owner(stack.places.cuts(keys))
+                found[stack] = Foreseen(raw, keys, inverse, Column(stack.places.positions(keys), spans))
         return found
 
-    def lease_keys(self, table: Table, keys: torch.Tensor) -> None:
+    def lease_keys(self, stack: Stack, keys: torch.Tensor) -> None:
         """Puts sorted `keys` on lease that are not."""
-        _, known = table.window.find(keys)
+        _, known = stack.window.find(keys)
         nothing = keys[:0]
         if not bool(known.all()):
-            self.lease([_Wanted(table, [], keys[~known], nothing, nothing, nothing)])
+            self.lease([_Wanted(stack, [], keys[~known], nothing, nothing, nothing)])
 
-    def lease(self, wanted: Sequence[_Wanted], ahead: Mapping[Table, Foreseen] = _NOTHING) -> list[torch.Tensor]:
+    def lease(self, wanted: Sequence[_Wanted], ahead: Mapping[Stack, Foreseen] = _NOTHING) -> list[torch.Tensor]:
         """One round for all of `wanted`; returns the rows of the unleased keys of each.
 
         Args:
             ahead: what to ask for ahead in it.
         """
         asks = [
-            Ask.by_keys(w.table, w.leased, w.unleased, w.table.window.renorm, merged=w.table.merged) for w in wanted
+            Ask.by_keys(w.stack, w.leased, w.unleased, w.stack.window.renorm, merged=w.stack.merged) for w in wanted
         ]
         answers = self._run_round(Request(asks=asks, ahead=ahead)).rows
         for w, ask, (rows, _) in zip(wanted, asks, answers, strict=True):
             if w.leased.numel():
-                w.table.window.add(w.leased, rows, ask.leased.spans)
+                w.stack.window.add(w.leased, rows, ask.leased.spans)
         return [rows for _, rows in answers]
 
-    def _want(self, table: Table, lookups: list[Lookup]) -> _Wanted:
-        assert table.partitioning is not None
+    def _want(self, stack: Stack, lookups: list[Lookup]) -> _Wanted:
+        assert stack.places is not None
+        if len(stack.tables) > 1:
+            numbers = {table: number for number, table in enumerate(stack.tables)}
+            for lookup in lookups:
+                lookup.number = numbers[lookup.table]
+            lookups.sort(key=lambda lookup: lookup.number)  # so that those of the next step can be foreseen
         ids = cat([lookup.ids for lookup in lookups])
-        renorms = {lookup.renorm for lookup in lookups}
-        if len(table.window):
-            renorms.add(table.window.renorm)
-        if len(renorms) > 1:
-            self.fail(
-                NotImplementedError(
-                    f"{table.name!r} is looked up in one step with different max_norm (max_norm, norm_type: "
-                    f"{renorms}); use one for all lookups (rank {table.rank})"
-                )
-            )
-        [table.window.renorm] = renorms
-        if table.device.type != "cpu":
-            self._check_range(lookups[0], ids)
-        if self.foresight is not None and renorms == {None} and all(lookup.trainable for lookup in lookups):
-            self.foresight.see(table.name, ids)
-        foreseen = table.foreseen if self._is_due(table) else None
-        if foreseen is not None and torch.equal(ids, foreseen.ids):
+        self._set_renorm(stack, lookups)
+        if stack.device.type != "cpu":
+            self._check_ranges(lookups, ids)
+        if self.foresight is not None and stack.window.renorm is None and all(x.trainable for x in lookups):
+            for lookup in lookups:
+                self.foresight.see(lookup.table.name, lookup.ids)
+        raw = stack.places.keys(ids, [(lookup.number, lookup.ids.numel()) for lookup in lookups])
+        foreseen = stack.foreseen if self._is_due(stack) else None
+        if foreseen is not None and torch.equal(raw, foreseen.raw):
             keys, inverse = foreseen.keys, foreseen.inverse
             known = torch.ones_like(keys, dtype=torch.bool)
         else:
-            keys, inverse = self._sort(table.partitioning, ids)
-            _, known = table.window.find(keys)
+            keys, inverse = self._sort(raw)
+            _, known = stack.window.find(keys)
             if foreseen is not None:
                 known |= torch.isin(keys, foreseen.keys)
         if all(lookup.trainable and lookup.is_padding is None for lookup in lookups):
-            leased = keys[~known] if foreseen is not None or len(table.window) else keys
-            return _Wanted(table, lookups, leased, keys[:0], keys, inverse)
+            leased = keys[~known] if foreseen is not None or len(stack.window) else keys
+            together = Fetched(len(lookups), len(keys))
+            for number, lookup in enumerate(lookups):
+                lookup.part = together, number
+            return _Wanted(stack, lookups, leased, keys[:0], keys, inverse)
         trains = torch.cat(
             [
                 torch.full_like(lookup.ids, lookup.trainable, dtype=torch.bool)
@@ -463,19 +475,32 @@ class Lookups:
         )
         learnt = torch.zeros_like(known)
         learnt[inverse[trains]] = True
-        return _Wanted(table, lookups, keys[~known & learnt], keys[~known & ~learnt], keys, inverse)
+        return _Wanted(stack, lookups, keys[~known & learnt], keys[~known & ~learnt], keys, inverse)
 
-    def _sort(self, partitioning: Partitioning, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The keys of `ids`, sorted, each once; and where the key of each id is among them."""
-        for other, known, found in self._sorted:  # a weight and its bias
-            if other.is_like(partitioning) and torch.equal(known, ids):
+    def _set_renorm(self, stack: Stack, lookups: Sequence[Lookup]) -> None:
+        renorms = {lookup.renorm for lookup in lookups}
+        if len(stack.window):
+            renorms.add(stack.window.renorm)
+        if len(renorms) > 1:
+            self.fail(
+                NotImplementedError(
+                    f"{stack.name!r} is looked up in one step with different max_norm (max_norm, norm_type: "
+                    f"{renorms}); use one for all lookups (rank {stack.rank})"
+                )
+            )
+        [stack.window.renorm] = renorms
+
+    def _sort(self, raw: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys sorted, each once; and where each of `raw` is among them."""
+        for known, found in self._sorted:  # a weight and its bias
+            if torch.equal(known, raw):
                 return found
-        keys, inverse = torch.unique(partitioning.keys(ids), return_inverse=True)
-        self._sorted.append((partitioning, ids, (keys, inverse)))
+        keys, inverse = torch.unique(raw, return_inverse=True)
+        self._sorted.append((raw, (keys, inverse)))
         return keys, inverse
 
     def _resolve(self, w: _Wanted, unleased_rows: torch.Tensor | None) -> None:
-        window = w.table.window
+        window = w.stack.window
         rows, index = window.rows, w.inverse
         if window.keys is not w.keys:  # else slots are in their order
             slots, known = window.find(w.keys)
@@ -484,28 +509,43 @@ class Lookups:
                 slots = slots.masked_scatter(~known, behind.to(slots))
                 rows = torch.cat([rows, unleased_rows])
             index = slots[index]
-        at = 0
-        for lookup in w.lookups:
-            n = lookup.ids.numel()
-            lookup.resolve(rows, index[at : at + n], window)
-            at += n
-        if len(w.lookups) == 1 and w.lookups[0].is_padding is None:
-            w.lookups[0].num_rows = len(w.keys)
+        sizes = [lookup.ids.numel() for lookup in w.lookups]
+        for lookup, of_one in zip(w.lookups, index.split(sizes), strict=True):
+            lookup.resolve(rows, of_one, window)
+        if len(w.lookups) > 1 and all(type(lookup) is Lookup for lookup in w.lookups):
+            # Not views: the result of an autograd Function may be changed in place.
+            picked = torch.unsafe_split_with_sizes(rows.index_select(0, index), sizes)
+            for lookup, of_one in zip(w.lookups, picked, strict=True):
+                lookup.take_picked(of_one)
 
-    def _check_range(self, lookup: Lookup, ids: torch.Tensor | None = None) -> None:
-        """Raises IndexError on all ranks for an id out of range; on accelerators once per flush."""
-        table = lookup.table
-        if ids is None:
-            if table.sharded and table.device.type != "cpu":
-                return
-            ids = lookup.ids
-        if not ids.numel():
+    def _check_range(self, lookup: Lookup) -> None:
+        """Raises IndexError on all ranks for an id out of range; on accelerators once per flush (`_check_ranges`)."""
+        table, ids = lookup.table, lookup.ids
+        if not ids.numel() or (table.sharded and table.device.type != "cpu"):
             return
-        low, high = torch.stack(torch.aminmax(ids)).tolist()
+        low, high = (int(extreme) for extreme in torch.aminmax(ids))
         if low < 0 or high >= table.num_rows:
-            self.fail(
-                IndexError(
-                    f"id {low if low < 0 else high} is out of range for {table.name!r}, which has {table.num_rows} "
-                    f"rows: ids go from 0 to {table.num_rows - 1} (rank {table.rank})"
-                )
+            self._fail_range(table, low if low < 0 else high)
+
+    def _check_ranges(self, lookups: Sequence[Lookup], ids: torch.Tensor) -> None:
+        """The same for all lookups of a flush, with one look at what the device has found.
+
+        Args:
+            ids: theirs, one after the other.
+        """
+        sizes = torch.tensor([[lookup.ids.numel(), lookup.table.num_rows] for lookup in lookups], device=ids.device)
+        wrong = (ids < 0) | (ids >= sizes[:, 1].repeat_interleave(sizes[:, 0], output_size=len(ids)))
+        if bool(wrong.any()):
+            for lookup in lookups:
+                table = lookup.table
+                found = lookup.ids[(lookup.ids < 0) | (lookup.ids >= table.num_rows)]
+                if found.numel():
+                    self._fail_range(table, int(found[0]))
+
+    def _fail_range(self, table: Table, id: int) -> None:
+        self.fail(
+            IndexError(
+                f"id {id} is out of range for {table.name!r}, which has {table.num_rows} rows: ids go from 0 to "
+                f"{table.num_rows - 1} (rank {table.rank})"
             )
+        )

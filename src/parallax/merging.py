@@ -16,8 +16,8 @@ import torch
 
 from parallax.comm import Comm
 from parallax.mesh import Column
-from parallax.message import Arrival, Ask, Request, Want, bits, number, of_tables, pack
-from parallax.table import Push, Table
+from parallax.message import Arrival, Ask, Request, Want, bits, number, of_stacks, pack
+from parallax.table import Push, Stack
 
 Rows = list[tuple[torch.Tensor, torch.Tensor]]
 
@@ -30,7 +30,7 @@ class Merging:
         self.scale: Callable[[float], float] = lambda weight: weight
         """By what a worker's gradients are multiplied, given its weight, so that they can be added up."""
 
-    def run(self, request: Request, tables: Sequence[Table], exchange: Callable[[Request], Rows]) -> Rows:
+    def run(self, request: Request, stacks: Sequence[Stack], exchange: Callable[[Request], Rows]) -> Rows:
         """One round of all workers.
 
         Args:
@@ -40,39 +40,39 @@ class Merging:
         Returns:
             The rows of each ask of `request`.
         """
-        merged = [table for table in tables if table.merged]
+        merged = [stack for stack in stacks if stack.merged]
         while True:
             arrivals = self._tell(request, merged)
             agencies = [_Agency(arrival) for arrival in arrivals]
             asks = [ask for agency in agencies if (ask := agency.ask()) is not None]
             pushes = [push for agency in agencies if (push := agency.push()) is not None]
             direct = [ask for ask in request.asks if not ask.merged]
-            # A header has one place for what is wanted of a table: a read of its own waits until nobody wants rows.
+            # A header has one place for what is wanted of a stack: a read of its own waits until nobody wants rows.
             waits = (bool(direct) or request.want is not Want.ROWS) and bool(asks or pushes)
             if waits:
                 rows = exchange(Request(asks=asks, pushes=pushes))
             else:
-                own_pushes = [push for push in request.pushes if not push.table.merged]
+                own_pushes = [push for push in request.pushes if not push.stack.merged]
                 rows = exchange(dataclasses.replace(request, asks=[*asks, *direct], pushes=[*pushes, *own_pushes]))
-            found = dict(zip((ask.table for ask in [*asks, *direct]), rows, strict=not waits))
+            found = dict(zip((ask.stack for ask in [*asks, *direct]), rows, strict=not waits))
             leased_on = self._lease_on(request, agencies, found)
             if not waits:
-                return [leased_on[ask.table] if ask.merged else found[ask.table] for ask in request.asks]
+                return [leased_on[ask.stack] if ask.merged else found[ask.stack] for ask in request.asks]
 
-    def _tell(self, request: Request, tables: Sequence[Table]) -> list[Arrival]:
+    def _tell(self, request: Request, stacks: Sequence[Stack]) -> list[Arrival]:
         """What the workers of this machine want of this one as their agent, and bring."""
         mine = Request(
             asks=[ask for ask in request.asks if ask.merged],
-            pushes=[push for push in request.pushes if push.table.merged],
+            pushes=[push for push in request.pushes if push.stack.merged],
         )
         weight = bits(self.scale(request.weight))
-        headers, columns = pack(mine, tables, [weight], len(self._comm.members))
+        headers, columns = pack(mine, stacks, [weight], len(self._comm.members))
         arrivals: list[Arrival] = []
 
         def make_room(headers: Sequence[Sequence[int]]) -> list[Column]:
             scales = [number(h[0]) for h in headers]
-            for table, parts in zip(tables, of_tables(headers, 1), strict=True):
-                arrivals.append(Arrival(table, parts, torch.int64, scales=scales))
+            for stack, parts in zip(stacks, of_stacks(headers, 1), strict=True):
+                arrivals.append(Arrival(stack, parts, torch.int64, scales=scales))
             return [column for arrival in arrivals for column in arrival.columns]
 
         self._comm.exchange(headers, columns, make_room, self._comm.members)
@@ -82,33 +82,33 @@ class Merging:
         self,
         request: Request,
         agencies: Sequence[_Agency],
-        found: dict[Table, tuple[torch.Tensor, torch.Tensor]],
-    ) -> dict[Table, tuple[torch.Tensor, torch.Tensor]]:
+        found: dict[Stack, tuple[torch.Tensor, torch.Tensor]],
+    ) -> dict[Stack, tuple[torch.Tensor, torch.Tensor]]:
         """Hands the workers the rows that they wanted of this agent; returns those that this worker wanted."""
-        answers = [column for agency in agencies for column in agency.answer(found.get(agency.table))]
+        answers = [column for agency in agencies for column in agency.answer(found.get(agency.stack))]
         room: list[Column] = []
         rows = {}
-        wanted = {ask.table: ask for ask in request.asks if ask.merged}
+        wanted = {ask.stack: ask for ask in request.asks if ask.merged}
         for agency in agencies:
-            ask = wanted.get(agency.table)
+            ask = wanted.get(agency.stack)
             if ask is not None:
-                like = agency.table.flat(agency.table.data)
+                like = agency.stack.window.rows
                 both = [
                     Column(like.new_empty(len(c.tensor), like.shape[1]), c.spans) for c in (ask.leased, ask.unleased)
                 ]
-                rows[ask.table] = both[0].tensor, both[1].tensor
+                rows[ask.stack] = both[0].tensor, both[1].tensor
                 room += both
         self._comm.swap(answers, room, self._comm.members)
         return rows
 
 
 class _Agency:
-    """This worker as agent for one table, in one round."""
+    """This worker as agent for one stack, in one round."""
 
     def __init__(self, arrival: Arrival) -> None:
-        self.table = arrival.table
-        assert self.table.agent is not None
-        self._agent, self._arrival = self.table.agent, arrival
+        self.stack = arrival.stack
+        assert self.stack.agent is not None
+        self._agent, self._arrival = self.stack.agent, arrival
         self._new = self._extra = arrival.ids.tensor[:0]
         self._spans: Sequence[tuple[int, int]] = ()
 
@@ -126,20 +126,20 @@ class _Agency:
         renorms = self._arrival.renorms | ({window.renorm} if len(window) else set())
         if len(renorms) > 1:
             raise NotImplementedError(
-                f"{self.table.name!r} is looked up in one step with different max_norm by workers of one machine "
+                f"{self.stack.name!r} is looked up in one step with different max_norm by workers of one machine "
                 f"(max_norm, norm_type: {renorms}); use one for all lookups"
             )
         if not len(self._new) and not len(self._extra):
             return None
         window.renorm = renorms.pop()
-        ask = Ask.by_keys(self.table, self._new, self._extra, window.renorm)
+        ask = Ask.by_keys(self.stack, self._new, self._extra, window.renorm)
         self._spans = ask.leased.spans
         return ask
 
     def push(self) -> Push | None:
         """The gradients of all workers, added up by row."""
         brought = self._arrival.gradients(self._agent.leases)
-        return None if brought is None else self.table.merge(self._agent.window, *brought)[0]
+        return None if brought is None else self.stack.merge(self._agent.window, *brought)
 
     def answer(self, rows: tuple[torch.Tensor, torch.Tensor] | None) -> list[Column]:
         """The rows for each worker, given those that this agent asked for."""

@@ -12,8 +12,9 @@ from parallax.lookup import Lookups
 from parallax.mesh import Column
 from parallax.optimizer import Optimizers
 from parallax.parameter import ShardedParameter, WatchedParameter, adopt, release
+from parallax.partitioning import Partitioning, Places
 from parallax.plan import ParameterPlan, Placement, Plan, Use
-from parallax.table import Partitioning, Table
+from parallax.table import Table
 from parallax.whole import WholeReads
 
 
@@ -80,7 +81,7 @@ class Moves:
     def shard(self, table: Table, owners: Sequence[int]) -> None:
         """Deals the rows out to `owners`, one for each partition."""
         comm = self._comm
-        new = Partitioning(table.num_rows, owners, comm.world_size, comm.device, comm.agents)
+        new = Partitioning(table.num_rows, owners, comm.world_size, comm.device)
         move_table(table, new, self._optimizers, comm)
         table.placement = Placement.SHARDED
         adopt(table.parameter, ShardedParameter, table, self._lookups, self._reads)
@@ -139,8 +140,9 @@ def move_rows(
         outgoing = [Column.same(part, comm.world_size) for part in plain]
         moved = _swapped(outgoing, old.num_held, rows, comm)
     else:
-        keys, order = new.keys(old.rows_of(comm.rank)).sort()
-        spans = new.by_owner(new.cuts(keys))
+        rows, places = old.rows_of(comm.rank), Places([new], comm.world_size, comm.device)
+        keys, order = places.keys(rows, [(0, len(rows))]).sort()
+        spans = places.by_owner(places.cuts(keys))
         mine = new.rows_of(comm.rank)
         owners, positions = old.owner_of(mine).sort(stable=True)  # each sends rows in our order
         num_rows = torch.bincount(owners, minlength=comm.world_size).tolist()

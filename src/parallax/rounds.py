@@ -8,6 +8,7 @@ it brings. Then whoever was asked answers. A rank with nothing to ask still take
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
@@ -25,7 +26,7 @@ from parallax.message import (
     FLAGS,
     LOOP,
     ORDER,
-    PER_TABLE,
+    PER_STACK,
     SETTINGS,
     VERSION,
     WANT,
@@ -35,12 +36,12 @@ from parallax.message import (
     Request,
     Want,
     bits,
-    nothing_of_a_table,
+    nothing_of_a_stack,
     number,
-    of_tables,
+    of_stacks,
     pack,
 )
-from parallax.table import Push, Table
+from parallax.table import Push, Stack, Table
 from parallax.wire import decode, new_encoded
 
 
@@ -79,7 +80,7 @@ class Rounds:
         self.comm = comm
         self.merging = Merging(comm)
         self.describe_settings: Callable[[], str] = lambda: "no step"
-        self.tables: list[Table] = []
+        self.stacks: list[Stack] = []
         self.fields = fields
         self.wire = wire
         self.num_rounds = 0
@@ -104,7 +105,7 @@ class Rounds:
             latest.append(self._run(merged))
             return latest[-1].rows
 
-        rows = self.merging.run(request, self.tables, exchange)
+        rows = self.merging.run(request, self.stacks, exchange)
         return dataclasses.replace(latest[-1], rows=rows)
 
     def _run(self, request: Request) -> Round:
@@ -114,8 +115,8 @@ class Rounds:
         def make_room(headers: Sequence[Sequence[int]]) -> list[Column]:
             if any(h[FLAGS] & Flag.FAILED for h in headers):  # nothing follows
                 return []
-            for table, parts in zip(self.tables, of_tables(headers, FIXED), strict=True):
-                arrivals.append(Arrival(table, parts, table.id_dtype, self.wire))
+            for stack, parts in zip(self.stacks, of_stacks(headers, FIXED), strict=True):
+                arrivals.append(Arrival(stack, parts, stack.id_dtype, self.wire))
             sizes = [h[BLOB] for h in headers]
             blob = Column.split(torch.empty(sum(sizes), dtype=torch.uint8, device=self.comm.device), sizes)
             blobs.extend(map(blob.part, range(len(headers))))
@@ -124,7 +125,7 @@ class Rounds:
         updated = self.version != self._latest_version
         self._latest_version = self.version
         if updated:
-            rest = {table: brought for table in self.tables if (brought := table.bring_rest(self.version)) is not None}
+            rest = {stack: brought for stack in self.stacks if (brought := stack.bring_rest(self.version)) is not None}
             request = dataclasses.replace(request, brought=rest)
         message, self._num_early = self._pack(request), 0
         received = self.comm.exchange(*message, make_room)
@@ -134,8 +135,8 @@ class Rounds:
         self._collect([h[EARLY] for h in received])
         for arrival in arrivals:
             arrival.note(updated)
-        for table, foreseen in request.ahead.items():
-            table.foreseen = foreseen
+        for stack, foreseen in request.ahead.items():
+            stack.foreseen = foreseen
         rows, norms = self._swap(request, received, arrivals)
         return Round(
             flags=flags,
@@ -143,8 +144,13 @@ class Rounds:
             rows=rows,
             norms=norms,
             blobs=blobs,
-            dropped={a.table for a in arrivals if a.dropped_by([bool(f & Flag.DONE) for f in flags])},
+            dropped={t for a in arrivals for t in a.dropped_by([bool(f & Flag.DONE) for f in flags])},
         )
+
+    @property
+    def tables(self) -> list[Table]:
+        """Those of all stacks."""
+        return [table for stack in self.stacks for table in stack.tables]
 
     @property
     def can_post(self) -> bool:
@@ -157,21 +163,22 @@ class Rounds:
 
     def bring_updated(self, tables: Collection[Table]) -> None:
         """These tables were updated: sends what was asked for ahead."""
-        self._bring_early({table: table.bring_updated(self.version) for table in tables})
-        for table in tables:
-            table.see_update(self.version)
+        stacks = dict.fromkeys(table.stack for table in tables)
+        self._bring_early({stack: stack.bring_updated(self.version) for stack in stacks})
+        for stack in stacks:
+            stack.see_update(self.version)
 
-    def _bring_early(self, found: Mapping[Table, Brought | None]) -> None:
-        brought = {table: rows for table, rows in found.items() if rows is not None}
+    def _bring_early(self, found: Mapping[Stack, Brought | None]) -> None:
+        brought = {stack: rows for stack, rows in found.items() if rows is not None}
         if brought:
             self._post(Request(brought=brought))
 
-    def is_due(self, table: Table) -> bool:
+    def is_due(self, stack: Stack) -> bool:
         """What this rank has asked for ahead comes with the next round."""
-        return table.foreseen is not None and self.version != self._latest_version
+        return stack.foreseen is not None and self.version != self._latest_version
 
     def _post(self, request: Request) -> None:
-        self.comm.post(*pack(request, self.tables, [], self.comm.world_size, self.wire))
+        self.comm.post(*pack(request, self.stacks, [], self.comm.world_size, self.wire))
         self._num_early += 1
 
     def _collect(self, num_early: Sequence[int]) -> None:
@@ -183,16 +190,16 @@ class Rounds:
         arrivals: list[Arrival] = []
 
         def make_room(headers: Sequence[Sequence[int]]) -> list[Column]:
-            nothing = nothing_of_a_table()
-            for table, parts in zip(self.tables, of_tables(headers, 0), strict=True):
+            nothing = nothing_of_a_stack()
+            for stack, parts in zip(self.stacks, of_stacks(headers, 0), strict=True):
                 if any(part != nothing for part in parts):
                     by_source = dict(zip(sources, parts, strict=True))
                     everyone = [by_source.get(rank, nothing) for rank in range(self.comm.world_size)]
-                    arrivals.append(Arrival(table, everyone, table.id_dtype, self.wire))
+                    arrivals.append(Arrival(stack, everyone, stack.id_dtype, self.wire))
             columns = [column for arrival in arrivals for column in arrival.columns]
             return [Column(c.tensor, [c.spans[source] for source in sources]) for c in columns]
 
-        self.comm.collect(sources, PER_TABLE * len(self.tables), make_room)
+        self.comm.collect(sources, PER_STACK * len(self.stacks), make_room)
         for arrival in arrivals:
             arrival.note()
 
@@ -205,10 +212,10 @@ class Rounds:
 
     def _pack(self, request: Request) -> tuple[list[list[int]], list[Column]]:
         fixed = self._fixed(request, 0 if request.blob is None else request.blob.numel())
-        return pack(request, self.tables, fixed, self.comm.world_size, self.wire)
+        return pack(request, self.stacks, fixed, self.comm.world_size, self.wire)
 
     def _fixed(self, request: Request, num_blob_bytes: int) -> list[int]:
-        """The part of a header that does not depend on the tables."""
+        """The part of a header that does not depend on the stacks."""
         return [
             self.version,
             request.flags,
@@ -269,9 +276,10 @@ class Rounds:
         """Answers what was asked here, and takes in the answers to what this rank asks: `Round.rows` and `.norms`."""
         answers: list[Column] = []
         for arrival in arrivals:
-            for field in {h[FIELD] for h in headers}:
-                of = [h[FIELD] == field and h[WANT] == Want.ROWS for h in headers]
-                answers += arrival.rows(of, self._field, field)
+            answers += arrival.rows([h[FIELD] == 0 and h[WANT] == Want.ROWS for h in headers])
+            for source, h in enumerate(headers):
+                if h[FIELD] and h[WANT] == Want.ROWS:
+                    answers += arrival.fields(source, functools.partial(self._field, field=h[FIELD]))
         for order in {h[ORDER] for h in headers if h[WANT] == Want.NORMS}:
             parts = torch.stack([norm_part(table, number(order)) for table in self.tables])
             wants = [h[WANT] == Want.NORMS and h[ORDER] == order for h in headers]
@@ -281,17 +289,21 @@ class Rounds:
         if request.want is Want.NORMS:
             norms = torch.empty(len(headers), len(self.tables), dtype=torch.float64, device=self.comm.device)
             room.append(Column.split(norms, [1] * len(headers)))
-        rows: dict[Table, tuple[list[torch.Tensor], torch.Tensor]] = {}
-        for ask in sorted(request.asks, key=lambda ask: self.tables.index(ask.table)):  # as owners answer
-            like = self._field(ask.table, request.field)
-            leased = new_encoded(len(ask.leased.tensor), like.shape[1], like.dtype, self.wire, like.device)
-            others = like.new_empty(len(ask.unleased.tensor), like.shape[1])
+        rows: dict[Stack, tuple[list[torch.Tensor], torch.Tensor]] = {}
+        for ask in sorted(request.asks, key=lambda ask: self.stacks.index(ask.stack)):  # as owners answer
+            width, dtype = ask.stack.width, ask.stack.dtype
+            if request.field:
+                assert ask.table is not None
+                like = self._field(ask.table, request.field)
+                width, dtype = like.shape[1], like.dtype
+            leased = new_encoded(len(ask.leased.tensor), width, dtype, self.wire, self.comm.device)
+            others = torch.empty(len(ask.unleased.tensor), width, dtype=dtype, device=self.comm.device)
             room += [*(Column(part, ask.leased.spans) for part in leased), Column(others, ask.unleased.spans)]
-            rows[ask.table] = leased, others
-        orders = [arrival.table for arrival in arrivals if arrival.orders]
+            rows[ask.stack] = leased, others
+        orders = [arrival.stack for arrival in arrivals if arrival.orders]
         meanwhile = (lambda: self._bring_early({t: t.bring_unleased(self.version) for t in orders})) if orders else None
         self.comm.swap(answers, room, meanwhile=meanwhile)
-        return [(decode(rows[a.table][0], a.table.dtype), rows[a.table][1]) for a in request.asks], norms
+        return [(decode(rows[a.stack][0], a.stack.dtype), rows[a.stack][1]) for a in request.asks], norms
 
     def _field(self, table: Table, field: int) -> torch.Tensor:
         """Field number `field` of the rows held here, shape (rows held, elements of a row)."""

@@ -53,7 +53,7 @@ from parallax.startup import (
     first_profiles,
     make_rows,
 )
-from parallax.table import Table
+from parallax.table import EARLY_BYTES, Table, stacked
 from parallax.topology import Coefficients, Topology
 from parallax.tuning import Tuning
 from parallax.untraced import as_it_is
@@ -395,10 +395,13 @@ class Runtime:
     def _on_row_gradients(self, table: Table) -> None:
         """A table has got gradients; if they are its last while much is still to come, they leave now."""
         self._on_backward()
-        if not self.config.overlap or table.num_open or not table.can_push_early or not self.rounds.can_post:
+        stack = table.stack
+        if not self.config.overlap or not stack.is_large or stack.num_open or not self.rounds.can_post:
             return
-        if not self.dense.all_launched or any(t.num_open and t.is_large for t in self.tables.values()):
-            push = table.collect()
+        if not stack.can_push_early:
+            return
+        if not self.dense.all_launched or any(s.is_large and s.num_open for s in self.rounds.stacks):
+            push = stack.collect()
             assert push is not None
             self.rounds.push_early(push)
 
@@ -418,15 +421,17 @@ class Runtime:
                 self._share_changes()
             self.reads.forget()
             self.lookups.flush()
-            for table in tables:
-                stale = table.stale_keys()
+            for stack in self.rounds.stacks:
+                stale = stack.stale_keys()
                 if stale is not None:
-                    self.lookups.lease_keys(table, stale)
-            pushes = [push for table in tables if (push := table.collect()) is not None]
+                    self.lookups.lease_keys(stack, stale)
+            pushes = [push for stack in self.rounds.stacks if (push := stack.collect()) is not None]
             for table in tables:
                 table.num_open = 0
-                if self.lookups.foresight is not None and table.is_wasteful:
-                    self.lookups.foresight.doubt(table.name)
+            if self.lookups.foresight is not None:
+                for stack in self.rounds.stacks:
+                    if stack.is_wasteful:
+                        self.lookups.foresight.doubt([table.name for table in stack.tables])
             if self._needs_rounds() or self._keeping:
                 local = Flag.LOCAL if self._keeps_dense() else 0
                 flags = Flag.DONE | self._news() | local
@@ -519,8 +524,8 @@ class Runtime:
             self._bring_back()
 
     def _add_up(self, scales: Sequence[float], merged_scales: Sequence[float]) -> None:
-        for table in self._exchanged():
-            table.add_up(merged_scales if table.merged else scales)
+        for stack in self.rounds.stacks:
+            stack.add_up(merged_scales if stack.merged else scales)
 
     def _merging_scale(self, weight: float) -> float:
         return weight / (self._reference_samples or 1.0) if self.config.reduction == "mean" else float(weight > 0)
@@ -700,10 +705,15 @@ class Runtime:
 
     def _refresh(self) -> None:
         """Buckets and rounds for the plan as it is."""
-        self.rounds.tables = list(self.tables.values())
+        self.rounds.stacks = stacked(list(self.tables.values()), self.comm.agents, self._is_small)
         bucketed = [self.parameters[name] for name in self.moves.order if name not in self.tables]
         if [id(p) for b in self.dense.buckets for p in b.parameters] != [id(p) for p in bucketed]:
             self.dense = self._buckets(bucketed, self.hooks)
+
+    def _is_small(self, table: Table) -> bool:
+        """What travels of it in a step is not worth a message of its own; the same on all ranks."""
+        profile = self.profiles[table.name]
+        return not profile.renormed and 0 < profile.num_rows_touched * table.row_bytes < EARLY_BYTES
 
     def _buckets(self, parameters: Sequence[nn.Parameter], hooks: ParameterHooks | None) -> DenseGradients:
         return DenseGradients(
@@ -857,13 +867,14 @@ class Runtime:
             self.phase = self._resume_phase
             self.clock.end_update()
             self._stepped = True
-            self.rounds.bring_updated(self.optimizers.tables_of(optimizer))
+            if not self._undecided:  # before the next round, stacks may change
+                self.rounds.bring_updated(self.optimizers.tables_of(optimizer))
 
     def _leave_step(self) -> None:
         self.phase, self.lookups.stepping = Phase.FORWARD, False
-        for table in self.tables.values():
-            if table.sharded and self.optimizers.of(table):
-                table.forget_leases()
+        for stack in self.rounds.stacks:
+            if stack.sharded and any(self.optimizers.of(table) for table in stack.tables):
+                stack.forget_leases()
 
     # -- state --------------------------------------------------------------------------------------
 
@@ -886,7 +897,7 @@ class Runtime:
 
     def _on_change(self, table: Table) -> None:
         self.rounds.version += 1
-        table.forget_leases()
+        table.stack.forget_leases()
 
     # -- rounds and failures ------------------------------------------------------------------------
 

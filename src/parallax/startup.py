@@ -12,8 +12,9 @@ from torch import nn
 from parallax.comm import Comm, DisagreementError, ParallaxError, rank
 from parallax.config import Config
 from parallax.optimizer import state_summary
+from parallax.partitioning import Partitioning
 from parallax.plan import ParameterProfile, Use
-from parallax.table import Partitioning, Table
+from parallax.table import Table
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -92,7 +93,7 @@ def check_same_optimizers(comm: Comm, optimizers: Sequence[torch.optim.Optimizer
 
 def make_rows(comm: Comm, model: nn.Module, table: Table, owners: Sequence[int], config: Config) -> None:
     """Makes this rank's rows of a table that was built on the meta device."""
-    table.move(partitioning := Partitioning(table.num_rows, owners, comm.world_size, comm.device, comm.agents))
+    table.move(partitioning := Partitioning(table.num_rows, owners, comm.world_size, comm.device))
     rows = torch.empty((table.num_held, *table.row_shape), dtype=table.dtype, device=comm.device)
     module, attribute = _holder(model, table.name)
     devices = [] if comm.device.type == "cpu" else [comm.device]
