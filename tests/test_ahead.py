@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import parallax
 from parallax import foresight
 from parallax import table as tables
-from parallax.table import Table
+from parallax.table import Stack
 
 NUM_STEPS, BATCH, WORDS, CLASSES = 9, 6, 300, 200
 
@@ -52,10 +52,10 @@ def data(seed: int = 0) -> TensorDataset:
 def train(how: str, overlap: bool, between: str = "") -> tuple[list[torch.Tensor], dict[str, int]]:
     """Returns the model's state after it was trained, and how often rows came ahead."""
     counted = {"before": 0, "after": 0, "at last": 0, "rounds": 0}
-    plain = {name: getattr(Table, name) for name in ("bring_unleased", "bring_updated", "bring_rest")}
+    plain = {name: getattr(Stack, name) for name in ("bring_unleased", "bring_updated", "bring_rest")}
 
     def counting(what: str, bring: Any) -> Any:
-        def bring_and_count(self: Table, *args: Any) -> Any:
+        def bring_and_count(self: Stack, *args: Any) -> Any:
             brought = bring(self, *args)
             counted[what] += brought is not None
             return brought
@@ -64,7 +64,7 @@ def train(how: str, overlap: bool, between: str = "") -> tuple[list[torch.Tensor
 
     tables.EARLY_BYTES, foresight.NUM_TURNS = 1, 0
     for (name, function), what in zip(plain.items(), counted, strict=False):
-        setattr(Table, name, counting(what, function))
+        setattr(Stack, name, counting(what, function))
     try:
         sparse, make = OPTIMIZERS[how]
         torch.manual_seed(0)
@@ -94,7 +94,7 @@ def train(how: str, overlap: bool, between: str = "") -> tuple[list[torch.Tensor
     finally:
         tables.EARLY_BYTES, foresight.NUM_TURNS = 2**16, 4
         for name, function in plain.items():
-            setattr(Table, name, function)
+            setattr(Stack, name, function)
 
 
 def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> None:

@@ -32,7 +32,7 @@ def train(overlap: bool) -> tuple[list[torch.Tensor], list[int], int]:
     plain = Rounds.push_early
 
     def push_early(self: Rounds, push: Any) -> None:
-        early.append(self.tables.index(push.table))
+        early.append(self.stacks.index(push.stack))
         plain(self, push)
 
     Rounds.push_early = push_early  # type: ignore[method-assign]

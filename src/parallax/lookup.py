@@ -359,9 +359,9 @@ class Lookups:
 
     def read_whole(self, table: Table, field: int = 0) -> torch.Tensor:
         """The whole tensor behind a field of a sharded table (see `Rounds.fields`), fetched from the owners."""
+        self.before_read()  # this may change where the rows live
         partitioning, stack = table.partitioning, table.stack
         assert partitioning is not None
-        self.before_read()
         ranks = range(table.world_size)
         spans = [stack.positions_of(table, rank) for rank in ranks]
         positions = torch.cat([torch.arange(a, b, device=table.device) for a, b in spans]).to(stack.id_dtype)

@@ -53,7 +53,7 @@ from parallax.startup import (
     first_profiles,
     make_rows,
 )
-from parallax.table import EARLY_BYTES, Table, stacked
+from parallax.table import Table, stacked
 from parallax.topology import Coefficients, Topology
 from parallax.tuning import Tuning
 from parallax.untraced import as_it_is
@@ -705,15 +705,11 @@ class Runtime:
 
     def _refresh(self) -> None:
         """Buckets and rounds for the plan as it is."""
-        self.rounds.stacks = stacked(list(self.tables.values()), self.comm.agents, self._is_small)
+        seen = {name: p.num_rows_touched for name, p in self.profiles.items() if p.num_rows_touched and not p.renormed}
+        self.rounds.stacks = stacked(list(self.tables.values()), seen, self.comm.agents)
         bucketed = [self.parameters[name] for name in self.moves.order if name not in self.tables]
         if [id(p) for b in self.dense.buckets for p in b.parameters] != [id(p) for p in bucketed]:
             self.dense = self._buckets(bucketed, self.hooks)
-
-    def _is_small(self, table: Table) -> bool:
-        """What travels of it in a step is not worth a message of its own; the same on all ranks."""
-        profile = self.profiles[table.name]
-        return not profile.renormed and 0 < profile.num_rows_touched * table.row_bytes < EARLY_BYTES
 
     def _buckets(self, parameters: Sequence[nn.Parameter], hooks: ParameterHooks | None) -> DenseGradients:
         return DenseGradients(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -256,17 +256,19 @@ class Table:
         return self.flat(grad).ne(0).any(1).nonzero().squeeze(1)
 
 
-def stacked(tables: Sequence[Table], agents: Sequence[int], is_small: Callable[[Table], bool]) -> list[Stack]:
+def stacked(tables: Sequence[Table], num_rows: Mapping[str, float], agents: Sequence[int]) -> list[Stack]:
     """The stacks of a run, with every table in one; those that stay as they are keep their leases.
 
+    Tables go together if what travels of each in a step is not worth a message of its own.
+
     Args:
+        num_rows: by name, how many rows of a table a worker touches in a step; no name: it travels alone.
         agents: see `Places`.
-        is_small: what travels of this table in a step is not worth a message of its own.
     """
     groups: dict[object, list[Table]] = {}
     for t in tables:
-        alone = not t.sharded or t.by_frequency or not is_small(t)
-        groups.setdefault(t.name if alone else (t.dtype, t.width), []).append(t)
+        joins = t.sharded and not t.by_frequency and num_rows.get(t.name, EARLY_BYTES) * t.row_bytes < EARLY_BYTES
+        groups.setdefault((t.dtype, t.width) if joins else t.name, []).append(t)
     stacks, left = [], []
     for group in groups.values():
         for first in range(0, len(group), MOST_TABLES):
