@@ -41,6 +41,7 @@ ORDER = [
     "dense",
     "samples",
     "scalers",
+    "joint",
     "optimizer",
     "moves",
     "repeats",

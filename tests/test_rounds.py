@@ -218,17 +218,19 @@ def test_bytes_of_the_architectures() -> None:
 
 
 def rows_in_step(rows: int, optimizer: str) -> list[tuple[int, ...]]:
-    """Inside an optimizer step: rows of the table, its gradient and its state."""
+    """Inside an optimizer step: rows of the table, its gradient, its memory (tables may share it) and its state."""
     model = Tables(2, rows, 4)
     made = getattr(torch.optim, optimizer)(model.parameters(), lr=0.1)
     parallax.distribute(model, made)
     found: list[tuple[int, ...]] = []
 
     def look(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        storages = [table.weight.data.untyped_storage() for table in model.tables]
+        num_bytes = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
         for table in model.tables:
             p = table.weight
             state = [s.shape[0] for s in optimizer.state[p].values() if isinstance(s, torch.Tensor) and s.dim()]
-            found.append((p.shape[0], p.grad.shape[0], p.data.untyped_storage().nbytes() // 16, *state))
+            found.append((p.shape[0], p.grad.shape[0], num_bytes // 16 // len(storages), *state))
 
     made.register_step_pre_hook(look)
     for _ in range(3):

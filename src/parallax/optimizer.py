@@ -8,13 +8,14 @@ import dataclasses
 import inspect
 import weakref
 import zlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
-from parallax.table import Table
+from parallax.joint import JointUpdates
+from parallax.table import Stack, Table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,6 +195,7 @@ class Optimizers:
         self._members: dict[int, tuple[int, set[int]]] = {}
         self._rowwise: dict[tuple[Any, ...], Rowwise] = {}
         self._narrowed: list[_Narrowed] = []
+        self._joint = JointUpdates()
 
     def add(self, optimizer: torch.optim.Optimizer) -> None:
         self._known.append(optimizer)
@@ -235,7 +237,11 @@ class Optimizers:
     def how_updated(self, table: Table) -> list[Rowwise]:
         return [self.how(optimizer, table) for optimizer in self.of(table)]
 
-    # -- lazy rows ----------------------------------------------------------------------------------
+    # -- tables as an optimizer sees them while it steps ----------------------------------------------
+
+    def join(self, optimizer: torch.optim.Optimizer, stacks: Sequence[Stack]) -> None:
+        """Until `widen`, the tables of a stack are one parameter of `optimizer` where that makes no difference."""
+        self._joint.join(optimizer, stacks, lambda table: self.how(optimizer, table).keys)
 
     def narrow(self, optimizer: torch.optim.Optimizer) -> None:
         """Until `widen`, lazy tables are those of their rows that have a gradient, for `optimizer`."""
@@ -259,7 +265,8 @@ class Optimizers:
         return table.lazy and id(table.parameter) in self.members(optimizer)
 
     def widen(self) -> None:
-        """Puts the rows that `narrow` took out back into their tables, and their state as well."""
+        """Puts the rows that `narrow` took out back into their tables, and their state as well; undoes `join`."""
+        self._joint.part()
         for n in self._narrowed:
             n.data.index_copy_(0, n.rows, n.table.data)
             n.table.grad = None

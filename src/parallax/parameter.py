@@ -66,6 +66,9 @@ class ShardedParameter(nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in ("__get__", "__set__"):  # the most usual, and nothing to look for
+            return _attribute(func, name, args)
         found = _parameters(args, kwargs)
         if any(p._lookups.stepping for p in found) and func not in (F.embedding, F.embedding_bag):
             with torch._C.DisableTorchFunctionSubclass():
@@ -75,9 +78,6 @@ class ShardedParameter(nn.Parameter):
             if lookup is not None:
                 p._lookups.on_use(p._table, lookup=True)
                 return lookup()
-        name = getattr(func, "__name__", "")
-        if name in ("__get__", "__set__"):
-            return _attribute(func, name, args)
         if name == "tolist":
             return found[0]._reads.whole(found[0]._table, "data").tolist()
         if name in _ABOUT_THE_OBJECT:
@@ -112,6 +112,7 @@ _ABOUT_THE_OBJECT = {
     "__get__", "__set__", "requires_grad_", "is_floating_point", "is_complex", "get_device",
     "register_hook", "register_post_accumulate_grad_hook", "retain_grad",  # see `hooks`
 }  # fmt: skip
+_ADOPTED = (WatchedParameter, ShardedParameter)
 _NO_GRAPH = {"detach", "size", "dim", "numel", "nelement", "__len__", "stride", "is_contiguous", "ndimension", "type"}
 
 
@@ -144,7 +145,7 @@ def _parameters(args: Any, kwargs: Any) -> list[Any]:
 
 def _find(arguments: Any, found: dict[int, Any]) -> None:
     for x in arguments:
-        if isinstance(x, (WatchedParameter, ShardedParameter)):
+        if type(x) in _ADOPTED:  # isinstance() takes long for parameters
             found[id(x)] = x
         elif isinstance(x, (list, tuple)):
             _find(x, found)
@@ -159,6 +160,17 @@ def _has_graph(out: Any) -> bool:
 def _attribute(func: Any, name: str, args: Any) -> Any:
     """Reading or setting an attribute of a sharded parameter."""
     p: ShardedParameter = args[0]
+    if type(p) is not ShardedParameter:
+        given: ShardedParameter = args[1]
+        given._lookups.fail(
+            NotImplementedError(
+                f"{given._table.name!r}, whose rows live on their owners, cannot be an attribute of another tensor; give "
+                f"that a copy, parameter.detach().clone() (rank {given._table.rank})"
+            )
+        )
+    if p._lookups.stepping:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args)
     table, which = p._table, getattr(func.__self__, "__name__", "")
     if name == "__set__":
         value = args[1]

@@ -806,6 +806,7 @@ class Runtime:
         self.lookups.stepping = True
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
+            self.optimizers.join(optimizer, self.rounds.stacks)
             return None
 
         def outside_step(*a: Any, **k: Any) -> Any:

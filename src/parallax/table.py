@@ -306,9 +306,9 @@ class Stack:
         self.partitionings = [t.partitioning for t in tables]
         parts = [p for p in self.partitionings if p is not None]
         self.places = Places(parts, self.world_size, self.device, agents) if parts else None
-        self._firsts = self.places.firsts[self.rank] if self.places else [0, first.num_rows]
+        self.firsts = self.places.firsts[self.rank] if self.places else [0, first.num_rows]
         """Of the rows held here, the first one of each table, and behind them their number."""
-        self._data: torch.Tensor | None = None
+        self.num_rows_held = [b - a for a, b in itertools.pairwise(self.firsts)]
         self.foreseen: Foreseen | None = None
         """Rows of this rank's next step, which come by and by."""
         self.ordered: Ordered | None = None
@@ -346,7 +346,7 @@ class Stack:
 
     @property
     def num_held(self) -> int:
-        return self._firsts[-1]
+        return self.firsts[-1]
 
     @property
     def by_frequency(self) -> bool:
@@ -375,18 +375,16 @@ class Stack:
         """The elements this rank holds, shape (rows held, width): a plain tensor, of which each table's are a part."""
         if len(self.tables) == 1:
             return self.tables[0].flat(self.tables[0].data)
-        parts = [t.data for t in self.tables]
-        if self._data is not None:
-            start = self._data.data_ptr()
-            ours = (start + first * self.row_bytes for first in self._firsts)
-            if all(p.data_ptr() == at or not p.numel() for p, at in zip(parts, ours, strict=False)):
-                return self._data
-        # At first, and when somebody has given a parameter another tensor. One by one, as they may be large.
-        self._data = torch.empty(self.num_held, self.width, dtype=self.dtype, device=self.device)
-        del parts
-        for t, (a, b) in zip(self.tables, itertools.pairwise(self._firsts), strict=True):
-            t.set_data(self._data[a:b].copy_(t.flat(t.data)).view(t.data.shape))
-        return self._data
+        parts = [t.flat(t.data) for t in self.tables]
+        joint = as_one(parts)
+        if joint is None:  # at first, and when somebody has given a parameter another tensor
+
+            def put(number: int, rows: torch.Tensor) -> None:
+                t = self.tables[number]
+                t.set_data(rows.view(t.num_held, *t.row_shape))
+
+            joint = make_one(parts, put)
+        return joint
 
     def positions_of(self, table: Table, rank: int) -> tuple[int, int]:
         """The rows of `table` among those that `rank` holds: from, to."""
@@ -398,7 +396,7 @@ class Stack:
     def table_at(self, position: int) -> tuple[Table, int]:
         """The table that has the row at `position` here, and the position of its first row."""
         return next(
-            (t, a) for t, (a, b) in zip(self.tables, itertools.pairwise(self._firsts), strict=True) if a <= position < b
+            (t, a) for t, (a, b) in zip(self.tables, itertools.pairwise(self.firsts), strict=True) if a <= position < b
         )
 
     # -- leasing ------------------------------------------------------------------------------------
@@ -604,23 +602,23 @@ class Stack:
         if not any(self.tables[number].sparse_grad for number in used):
             summed = add_rows(grads, positions, self.num_held).mul_(scale)  # it has fewer rows
             for number in used:
-                self.tables[number].take_sum(summed[self._firsts[number] : self._firsts[number + 1]])
+                self.tables[number].take_sum(summed[self.firsts[number] : self.firsts[number + 1]])
             return
         touched, slots = torch.unique(positions, return_inverse=True)
         summed = add_rows(grads, slots, touched.numel()).mul_(scale)
         ends = [0, len(touched)]
         if len(self.tables) > 1:
-            ends = torch.searchsorted(touched, torch.tensor(self._firsts, device=touched.device)).tolist()
+            ends = torch.searchsorted(touched, torch.tensor(self.firsts, device=touched.device)).tolist()
         for number in used:
             a, b = ends[number : number + 2]
-            first = self._firsts[number]
+            first = self.firsts[number]
             self.tables[number].take_sum(summed[a:b], touched[a:b] - first if first else touched[a:b])
 
     def _part_of(self, number: int, incoming: Incoming) -> Incoming:
         """What came for one of the tables."""
         if len(self.tables) == 1:
             return incoming
-        first, end = self._firsts[number : number + 2]
+        first, end = self.firsts[number : number + 2]
         ours = (incoming.positions >= first) & (incoming.positions < end)
         sizes = [int(part.sum()) for part in ours.split(incoming.num_rows)]
         return Incoming(incoming.positions[ours] - first, incoming.grads[ours], sizes)
@@ -659,6 +657,30 @@ def scaled(grads: torch.Tensor, scales: Sequence[float], num_rows: Sequence[int]
         for part, scale in zip(grads.split(list(num_rows)), scales, strict=True)
     ]
     return torch.cat([torch.cat(parts), grads[:, width:]], 1) if grads.shape[1] > width else torch.cat(parts)
+
+
+def as_one(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """The tensor of which `parts` (n, width) are the rows, one behind the other in memory; None if they are not."""
+    filled = [part for part in parts if part.numel()]
+    if not filled:
+        return parts[0]
+    first = filled[0]
+    storage, at = first.untyped_storage().data_ptr(), first.data_ptr()
+    for part in filled:
+        if part.data_ptr() != at or part.untyped_storage().data_ptr() != storage or not part.is_contiguous():
+            return None
+        at += part.nbytes
+    return first.as_strided((sum(map(len, parts)), first.shape[1]), (first.shape[1], 1))
+
+
+def make_one(parts: list[torch.Tensor], put: Callable[[int, torch.Tensor], None]) -> torch.Tensor:
+    """Puts `parts` (n, width) one behind the other in memory: `put` is given each with its number, as a part of what
+    this returns. `parts` is emptied, so that what is large is not there twice."""
+    joint = parts[0].new_empty(sum(map(len, parts)), parts[0].shape[1])
+    rows = joint.split([len(part) for part in parts])
+    for number in reversed(range(len(parts))):
+        put(number, rows[number].copy_(parts.pop()))
+    return joint
 
 
 def cat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

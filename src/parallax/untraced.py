@@ -5,11 +5,13 @@ See docs/design/compile.md.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch._dynamo
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 C = TypeVar("C", bound=type[torch.Tensor])
 F = TypeVar("F", bound=Callable[..., Any])
@@ -18,7 +20,14 @@ F = TypeVar("F", bound=Callable[..., Any])
 def as_it_is(function: F) -> F:
     """Keeps `function` and what it calls out of compiled graphs: they break where it is called."""
     reason = "parallax communicates here, which no graph can do: compile without fullgraph=True, see docs/limits.md"
-    return torch.compiler.disable(function, reason=reason)
+    disabled = torch.compiler.disable(function, reason=reason)
+
+    @functools.wraps(disabled)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        # Where nothing is compiled, which is usual, there is nothing to switch off: that takes as long as what we do.
+        return function(*args, **kwargs) if get_eval_frame_callback() is None else disabled(*args, **kwargs)
+
+    return cast(F, run)
 
 
 def untraced(cls: C) -> C:
