@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
-from parallax.table import Stack, Table, as_one, make_one
+from parallax.table import Stack, Table, as_one, by_size, make_one
 
 State = dict[str, Any]
 
@@ -157,7 +157,11 @@ def _joint_grad(stack: Stack, grads: Sequence[torch.Tensor]) -> torch.Tensor:
         rows = as_one(grads)
         return torch.cat(list(grads)) if rows is None else rows
     parts = [grad.coalesce() for grad in grads]
-    indices = torch.cat([part._indices() + first for part, first in zip(parts, stack.firsts, strict=False)], 1)
-    values = torch.cat([part._values() for part in parts])
+    sizes = [part._nnz() for part in parts]
+    firsts = by_size(stack.firsts[:-1], sizes, stack.device)
+    indices = torch.cat([part._indices() for part in parts], 1) + firsts
+    values = [part._values() for part in parts]
+    rows = as_one(values)
+    rows = torch.cat(values) if rows is None else rows
     size = (stack.num_held, stack.width)
-    return torch.sparse_coo_tensor(indices, values, size, is_coalesced=True, check_invariants=False)
+    return torch.sparse_coo_tensor(indices, rows, size, is_coalesced=True, check_invariants=False)

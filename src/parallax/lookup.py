@@ -51,10 +51,11 @@ class Lookup:
         self.table = table
         self.renorm = renorm
         # Copies: the user may change the tensors before the lookup gets its value.
-        self.ids = ids.reshape(-1).to(device=table.device, dtype=torch.int64, copy=True)
+        own = ids.to(table.device, torch.int64, copy=True, memory_format=torch.contiguous_format)
+        self.ids = own.view(-1)
         self.shape = tuple(shape)
         self.is_padding = None if padding_idx is None else self.ids == padding_idx
-        self.trainable = torch.is_grad_enabled() and table.parameter.requires_grad
+        self.trainable = torch.is_grad_enabled() and table.requires_grad
         self.window: Window | None = None
         self.number = 0
         """Of the table in the stack of the window."""

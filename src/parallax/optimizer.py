@@ -192,7 +192,7 @@ class Optimizers:
         """
         self._tables = tables
         self._known: list[torch.optim.Optimizer] = []
-        self._members: dict[int, tuple[int, set[int]]] = {}
+        self._members: dict[int, tuple[int, dict[int, int]]] = {}
         self._rowwise: dict[tuple[Any, ...], Rowwise] = {}
         self._narrowed: list[_Narrowed] = []
         self._joint = JointUpdates()
@@ -217,18 +217,18 @@ class Optimizers:
         """Those that update `table`."""
         return [o for o in self._known if id(table.parameter) in self.members(o)]
 
-    def members(self, optimizer: torch.optim.Optimizer) -> set[int]:
-        """Ids of the parameters of an optimizer; groups may be added to it."""
+    def members(self, optimizer: torch.optim.Optimizer) -> Mapping[int, int]:
+        """By id of a parameter of an optimizer, the number of its group; groups may be added to it."""
         count = sum(len(group["params"]) for group in optimizer.param_groups)
         known = self._members.get(id(optimizer))
         if known is None or known[0] != count:
-            ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            known = self._members[id(optimizer)] = (count, ids)
+            groups = {id(p): n for n, group in enumerate(optimizer.param_groups) for p in group["params"]}
+            known = self._members[id(optimizer)] = (count, groups)
         return known[1]
 
     def how(self, optimizer: torch.optim.Optimizer, table: Table) -> Rowwise:
         """How `optimizer` treats `table`; tried once for each kind of table."""
-        group = next(i for i, g in enumerate(optimizer.param_groups) if any(p is table.parameter for p in g["params"]))
+        group = self.members(optimizer)[id(table.parameter)]
         kind = (self.number(optimizer), group, len(table.shape), table.dtype, table.sparse_grad)
         if kind not in self._rowwise:
             self._rowwise[kind] = probe(optimizer, table)

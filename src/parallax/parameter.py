@@ -164,8 +164,8 @@ def _attribute(func: Any, name: str, args: Any) -> Any:
         given: ShardedParameter = args[1]
         given._lookups.fail(
             NotImplementedError(
-                f"{given._table.name!r}, whose rows live on their owners, cannot be an attribute of another tensor; give "
-                f"that a copy, parameter.detach().clone() (rank {given._table.rank})"
+                f"{given._table.name!r}, whose rows live on their owners, cannot be an attribute of another tensor "
+                f"(rank {given._table.rank}); give that a copy: parameter.detach().clone()"
             )
         )
     if p._lookups.stepping:

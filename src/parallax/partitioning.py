@@ -100,7 +100,7 @@ class Places:
         parts = self._num_partitions
         if len(self.tables) == 1:
             return self._all_starts[ids % parts] + ids // parts
-        numbers, sizes = torch.tensor(counts, device=ids.device).T
+        numbers, sizes = torch.tensor(counts, device=ids.device).unbind(1)
         of = numbers.repeat_interleave(sizes, output_size=len(ids))
         if isinstance(parts, torch.Tensor):
             parts = parts[of]

@@ -742,7 +742,7 @@ class Runtime:
         """Whether `optimizer` updates this model; hooks into its state the first time that it is seen."""
         if optimizer in self.optimizers:
             return True
-        members = self.optimizers.members(optimizer)
+        members = self.optimizers.members(optimizer).keys()
         if members.isdisjoint(self._own_ids):
             if not members.isdisjoint(map(id, self.model.parameters())):
                 self.fail(

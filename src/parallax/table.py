@@ -133,8 +133,13 @@ class Table:
         """All lookups asked for sparse=True: the gradient is a COO tensor."""
         return self.layouts == {True}
 
+    @property
+    def requires_grad(self) -> bool:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.parameter.requires_grad
+
     def note_layout(self, sparse: bool) -> None:
-        if torch.is_grad_enabled() and self.parameter.requires_grad:
+        if torch.is_grad_enabled() and self.requires_grad:
             self.layouts.add(sparse)
 
     @property
@@ -606,13 +611,15 @@ class Stack:
             return
         touched, slots = torch.unique(positions, return_inverse=True)
         summed = add_rows(grads, slots, touched.numel()).mul_(scale)
-        ends = [0, len(touched)]
-        if len(self.tables) > 1:
-            ends = torch.searchsorted(touched, torch.tensor(self.firsts, device=touched.device)).tolist()
+        if len(self.tables) == 1:
+            self.tables[0].take_sum(summed, touched)
+            return
+        ends = torch.searchsorted(touched, torch.tensor(self.firsts, device=touched.device)).tolist()
+        sizes = [b - a for a, b in itertools.pairwise(ends)]
+        own = (touched - by_size(self.firsts[:-1], sizes, touched.device)).split(sizes)
+        rows = summed.split(sizes)
         for number in used:
-            a, b = ends[number : number + 2]
-            first = self.firsts[number]
-            self.tables[number].take_sum(summed[a:b], touched[a:b] - first if first else touched[a:b])
+            self.tables[number].take_sum(rows[number], own[number])
 
     def _part_of(self, number: int, incoming: Incoming) -> Incoming:
         """What came for one of the tables."""
@@ -657,6 +664,12 @@ def scaled(grads: torch.Tensor, scales: Sequence[float], num_rows: Sequence[int]
         for part, scale in zip(grads.split(list(num_rows)), scales, strict=True)
     ]
     return torch.cat([torch.cat(parts), grads[:, width:]], 1) if grads.shape[1] > width else torch.cat(parts)
+
+
+def by_size(values: Sequence[int], sizes: Sequence[int], device: torch.device) -> torch.Tensor:
+    """`values[0]` as often as `sizes[0]` says, and so on (int64)."""
+    of_one, counts = torch.tensor([values, sizes], device=device)
+    return of_one.repeat_interleave(counts, output_size=sum(sizes))
 
 
 def as_one(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
