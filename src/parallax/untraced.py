@@ -12,6 +12,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch._dynamo
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._dynamo.eval_frame import skip_code
 
 C = TypeVar("C", bound=type[torch.Tensor])
 F = TypeVar("F", bound=Callable[..., Any])
@@ -27,7 +28,9 @@ def as_it_is(function: F) -> F:
         # Where nothing is compiled, which is usual, there is nothing to switch off: that takes as long as what we do.
         return function(*args, **kwargs) if get_eval_frame_callback() is None else disabled(*args, **kwargs)
 
-    return cast(F, run)
+    found = cast(Any, run)
+    skip_code(found.__code__)  # it is no graph of its own
+    return cast(F, found)
 
 
 def untraced(cls: C) -> C:
