@@ -47,8 +47,8 @@ ARMS: dict[str, tuple[bool, Callable[[nn.Module, torch.optim.Optimizer], nn.Modu
 
 NOT_OURS = ("ddp-sparse", "ddp-dense", "hand-written", "compute-only")
 
-SETTLE = 2 + NUM_TURNS * TURN_STEPS
-"""Steps after which parallax knows whether it pays to ask ahead."""
+SETTLE = 2 + 2 * NUM_TURNS * TURN_STEPS
+"""Steps after which parallax knows whether it pays to ask ahead, and to send row gradients early."""
 
 ONLY_NAMED = ("planned", "hybrid-bfloat16", "hand-written")
 """Arms that take part when they are asked for."""

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import parallax
-from parallax import table
+from parallax import foresight, table
 from parallax.rounds import Rounds
 
 
@@ -27,7 +27,7 @@ class Model(nn.Module):
 
 
 def train(overlap: bool) -> tuple[list[torch.Tensor], list[int], int]:
-    table.EARLY_BYTES = 1
+    table.EARLY_BYTES, foresight.NUM_TURNS = 1, 0
     early: list[int] = []
     plain = Rounds.push_early
 
@@ -51,7 +51,7 @@ def train(overlap: bool) -> tuple[list[torch.Tensor], list[int], int]:
         sent = parallax.traffic(model) - before
         return [p.detach().clone() for p in model.state_dict().values()], early, sent.num_rounds
     finally:
-        Rounds.push_early, table.EARLY_BYTES = plain, 2**16  # type: ignore[method-assign]
+        Rounds.push_early, table.EARLY_BYTES, foresight.NUM_TURNS = plain, 2**16, 4  # type: ignore[method-assign]
 
 
 def test_gradients_leave_early_and_change_nothing() -> None:

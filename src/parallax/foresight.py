@@ -110,7 +110,7 @@ def _pieces(batch: Sequence[torch.Tensor]) -> Iterator[tuple[Piece, torch.Tensor
 
 
 class Trial:
-    """Whether it pays to ask ahead: steps with it and without it in turn, then what was faster stays."""
+    """Whether something pays: steps with it and without it in turn, then what was faster stays."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.on = True
@@ -119,11 +119,15 @@ class Trial:
         self._started: float | None = None
         self._took: dict[bool, list[float]] = {True: [], False: []}
 
+    @property
+    def is_over(self) -> bool:
+        return self._num_steps > NUM_TURNS * TURN_STEPS
+
     def step(self) -> None:
-        """A step begins; after it, `on` says whether to ask ahead in it."""
+        """A step begins; after it, `on` says whether to do it in this step."""
         now = self._clock()
         started, self._started = self._started, now
-        if self._num_steps > NUM_TURNS * TURN_STEPS:
+        if self.is_over:
             return
         # A turn's first step has what the turn before has asked for.
         if started is not None and (self._num_steps - 1) % TURN_STEPS:

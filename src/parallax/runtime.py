@@ -151,8 +151,8 @@ class Runtime:
         """Parameters with a dense gradient that are in no bucket yet, in the order of arrival."""
         self._num_steps = 0
         self._step_depth, self._resume_phase = 0, Phase.FORWARD
-        self.asking = Trial()
-        """Of asking for rows ahead."""
+        self.asking, self.posting = Trial(), Trial()
+        """Of asking for rows ahead; after that, of sending row gradients before the end of a backward pass."""
         self._queued = False
         """`_close` will be called at the end of the backward pass that is running."""
         self._counts = Contribution(scale=0.0, weight=0.0, out=False)
@@ -396,14 +396,16 @@ class Runtime:
         """A table has got gradients; if they are its last while much is still to come, they leave now."""
         self._on_backward()
         stack = table.stack
-        if not self.config.overlap or not stack.is_large or stack.num_open or not self.rounds.can_post:
-            return
-        if not stack.can_push_early:
+        if not self.posting.on or not self._may_post or stack.num_open or not stack.can_push_early:
             return
         if not self.dense.all_launched or any(s.is_large and s.num_open for s in self.rounds.stacks):
             push = stack.collect()
             assert push is not None
             self.rounds.push_early(push)
+
+    @property
+    def _may_post(self) -> bool:
+        return self.config.overlap and self.rounds.can_post
 
     @as_it_is
     def _close(self) -> None:
@@ -452,6 +454,9 @@ class Runtime:
             else:  # so on all ranks
                 self.tuning.after_backward(self.clock.lap(), self._stepped)
                 self.clock.start()
+        foresight = self.lookups.foresight
+        if self._may_post and (self.asking.is_over or foresight is None or not foresight.is_certain):
+            self.posting.step()
         self.samples.end_backward()
         self._stepped = False
         self.phase = Phase.FORWARD
@@ -999,7 +1004,7 @@ class Runtime:
     def looks_ahead(self) -> bool:
         """It is of use to know a batch before it is trained with."""
         tables = self.tables.values()
-        return self.config.overlap and self.rounds.can_post and any(t.sharded for t in tables)
+        return self._may_post and any(t.sharded for t in tables)
 
     def foresee(
         self, foresight: Foresight, batch: Sequence[torch.Tensor], following: Sequence[torch.Tensor] | None
