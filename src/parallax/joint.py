@@ -43,12 +43,15 @@ class JointUpdates:
         self._parameters: weakref.WeakKeyDictionary[Stack, nn.Parameter] = weakref.WeakKeyDictionary()
 
     def join(
-        self, optimizer: torch.optim.Optimizer, stacks: Sequence[Stack], keys_of: Callable[[Table], Collection[str]]
+        self,
+        optimizer: torch.optim.Optimizer,
+        stacks: Sequence[Stack],
+        keys_of: Callable[[Table], Collection[str] | None],
     ) -> None:
         """Until `part`, the tables of a stack are one parameter of `optimizer`, if it treats them alike.
 
         Args:
-            keys_of: the entries of the state of a table that have a row per row.
+            keys_of: the entries of the state of a table that have a row per row; None if some are not dense.
         """
         # Others may know their parameters from elsewhere, and hooks of users look at theirs.
         if not type(optimizer).__module__.startswith("torch.optim.") or _is_watched(optimizer):
@@ -56,8 +59,9 @@ class JointUpdates:
         for stack in stacks:
             if len(stack.tables) > 1 and not any(t.lazy or len(t.shape) != 2 for t in stack.tables):
                 group = _group_of(optimizer, stack)
-                if group is not None:
-                    self._join(optimizer, group, stack, keys_of(stack.tables[0]))
+                keys = None if group is None else keys_of(stack.tables[0])
+                if group is not None and keys is not None:
+                    self._join(optimizer, group, stack, keys)
 
     def _join(
         self, optimizer: torch.optim.Optimizer, group: dict[str, Any], stack: Stack, keys: Collection[str]

@@ -27,6 +27,8 @@ class Rowwise:
     keys: frozenset[str] = frozenset()
     """Entries of the state with one row per row of the parameter."""
     reason: str = ""
+    dense_state: bool = False
+    """None of these is a COO tensor."""
 
 
 trials: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -72,7 +74,7 @@ def probe(optimizer: torch.optim.Optimizer, table: Table) -> Rowwise:
             joined[list(rows)] = part - start[list(rows)]
         if not torch.allclose(joined, updates, rtol=1e-4, atol=1e-6):
             return Rowwise(False, keys, f"{type(optimizer).__name__}'s update of a row depends on other rows")
-    return Rowwise(True, keys)
+    return Rowwise(True, keys, dense_state=all(states[0][key].layout == torch.strided for key in keys))
 
 
 def _num_rows(value: Any) -> int | None:
@@ -241,7 +243,12 @@ class Optimizers:
 
     def join(self, optimizer: torch.optim.Optimizer, stacks: Sequence[Stack]) -> None:
         """Until `widen`, the tables of a stack are one parameter of `optimizer` where that makes no difference."""
-        self._joint.join(optimizer, stacks, lambda table: self.how(optimizer, table).keys)
+
+        def keys_of(table: Table) -> Collection[str] | None:
+            how = self.how(optimizer, table)
+            return how.keys if how.dense_state else None
+
+        self._joint.join(optimizer, stacks, keys_of)
 
     def narrow(self, optimizer: torch.optim.Optimizer) -> None:
         """Until `widen`, lazy tables are those of their rows that have a gradient, for `optimizer`."""
