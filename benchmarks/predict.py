@@ -4,14 +4,12 @@
 
 For each number of words and each batch: what forward and backward take (on all workers at once, without exchange),
 then a step with the tables sharded, gathered and reduced whole. The prediction is that of `parallax plan`, from the
-links that parallax has measured as it started, the profile that it has watched, and speeds of work that all workers
-measure at once (`coefficients.py`), as they share the cores.
+links and the speed of work that parallax has measured as it started, and the profile that it has watched.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import itertools
 import json
 import sys
@@ -21,7 +19,6 @@ from typing import Any
 import steps
 import torch.distributed as dist
 from cluster import ClusterError
-from coefficients import measure
 from evaluate import circumstances
 from models import add_options
 from turns import tell
@@ -29,7 +26,6 @@ from turns import tell
 import parallax
 from parallax.plan import Plan
 from parallax.simulate import Model, predict
-from parallax.topology import Coefficients
 
 PLACEMENTS = ("sharded", "gather", "allreduce")
 
@@ -74,16 +70,13 @@ def predicted(row: dict[str, Any]) -> float:
         units_per_worker=1,
         compute_seconds=row["compute"],
         profiles=plan.profiles,
-        coefficients=dataclasses.replace(plan.coefficients, **row["coefficients"]),
+        coefficients=plan.coefficients,
     )
     return predict(model, plan.topology, {p.name: p.placement for p in plan}).step_seconds
 
 
 def work(folder: Path) -> None:
     args = steps.begin(folder)
-    speeds = {name: 1 / steps.largest(1 / speed) for name, speed in measure().items()}
-    slower = max(1.0, Coefficients().copy / speeds["copy"])
-    coefficients = {**speeds, "message": Coefficients().message * slower}
     for words, batch in itertools.product(args.vocabularies, args.batches):
         alone = steps.Training(args, "lm", words=words, batch=batch)
         compute = steps.seconds_of(alone.compute, args.seconds)
@@ -100,7 +93,6 @@ def work(folder: Path) -> None:
                     placement=placement,
                     compute=compute,
                     measured=measured,
-                    coefficients=coefficients,
                     plan=plan,
                 )
             steps.over()

@@ -22,6 +22,9 @@ FREE = Coefficients(
     ids=1e30,
     header_bytes=0,
     message=0,
+    step=0,
+    round=0,
+    table=0,
     direct_bytes=0,
 )
 MERGED = dataclasses.replace(FREE, merges_machines=True, merges_gathers=True)

@@ -93,6 +93,10 @@ class Cost:
     def seconds(self) -> float:
         return self.wire + self.work
 
+    def slower(self, factor: float) -> Cost:
+        """With work that takes so many times as long."""
+        return dataclasses.replace(self, work=self.work * factor)
+
     def __add__(self, other: Cost) -> Cost:
         return Cost(self.wire + other.wire, self.work + other.work, self.bytes_per_machine + other.bytes_per_machine)
 
@@ -115,18 +119,21 @@ def parameter_cost(
         wire: `Config.wire_dtype`. What rounding takes is not reckoned with.
     """
     if placement is Placement.ALLREDUCE:
-        return _allreduce(profile, topology, coefficients, wire)
-    if placement is Placement.GATHER:
-        return _gather(profile, topology, coefficients, wire)
-    if placement is Placement.SHARDED:
-        return _sharded(profile, topology, coefficients, owners or topology.owners(topology.world_size), wire)
-    return Cost(work=_update(profile, profile.num_rows, 1, coefficients) if profile.use else 0.0)
+        cost = _allreduce(profile, topology, coefficients, wire)
+    elif placement is Placement.GATHER:
+        cost = _gather(profile, topology, coefficients, wire)
+    elif placement is Placement.SHARDED:
+        cost = _sharded(profile, topology, coefficients, owners or topology.owners(topology.world_size), wire)
+    else:
+        cost = Cost(work=_update(profile, profile.num_rows, 1, coefficients) if profile.use else 0.0)
+    return cost.slower(topology.slowness)
 
 
 def shared_cost(
     chosen: Iterable[tuple[ParameterProfile, Placement]], topology: Topology, coefficients: Coefficients
 ) -> Cost:
-    """What the placements of a whole model cost once: the messages of its buckets and of its rounds.
+    """What the placements of a whole model cost once: a worker's time for a step with others, and for its rounds, and
+    the messages of buckets and rounds.
 
     All tables share one round with an answer (rows are pulled) and one without (gradients are pushed; all that
     GATHER needs).
@@ -138,7 +145,7 @@ def shared_cost(
         if placement is Placement.ALLREDUCE:
             reduced += profile.num_bytes
     n, m, k = topology.world_size, topology.machines, topology.workers
-    total = Cost()
+    total = Cost(work=coefficients.step if n > 1 else 0.0).slower(topology.slowness)
     if reduced and n > 1:
         link = topology.between.allreduce if m > 1 else topology.inside.allreduce
         total += Cost(wire=link.seconds(0, _num_waits(reduced, n, coefficients)))
@@ -149,8 +156,9 @@ def shared_cost(
     if Placement.SHARDED in placements:
         link, num_rounds, num_waits = links.rounds, 2, 3
     headers = num_rounds * k * (n - k if m > 1 else n - 1) * coefficients.header_bytes
-    work = num_waits * (n - 1) * coefficients.message
-    return total + Cost(link.seconds(headers, num_waits), work, headers if m > 1 else 0.0)
+    work = num_rounds * coefficients.round + num_waits * (n - 1) * coefficients.message
+    rounds = Cost(link.seconds(headers, num_waits), work, headers if m > 1 else 0.0)
+    return total + rounds.slower(topology.slowness)
 
 
 def _num_waits(num_bytes: float, world_size: int, c: Coefficients) -> float:
@@ -188,7 +196,7 @@ def _gather(profile: ParameterProfile, topology: Topology, c: Coefficients, wire
         leaves, arriving = k * mine * row * (n - k), n * mine
         inside = (k - 1) * mine * row
     wire = topology.between.gathers.seconds(leaves) + topology.inside.gathers.seconds(inside)
-    work = mine / c.ids + (mine + arriving) * profile.row_bytes / c.merge
+    work = c.table + mine / c.ids + (mine + arriving) * profile.row_bytes / c.merge
     return Cost(wire, work + _update(profile, profile.num_rows, n, c), leaves)
 
 
@@ -224,7 +232,7 @@ def _sharded(
     rows = 2 if profile.trainable else 1
     work = mine * profile.row_bytes / c.merge + len(owners) * c.partition
     if id_bytes:
-        work += (mine + served) / c.ids
+        work += 2 * c.table + (mine + served) / c.ids  # in the round that pulls, and the one that pushes
     work += served * rows * profile.row_bytes / c.merge
     return Cost(wire, work + _update(profile, max(by_worker) * profile.num_rows, n, c), busiest)
 

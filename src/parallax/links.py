@@ -26,6 +26,8 @@ MAX_AGE = 86400.0
 LONG_SECONDS = 0.008
 """A message that takes so long tells the bandwidth; larger ones are not tried."""
 SMALL_BYTES, MOST_BYTES = 2**10, 2**23
+NUM_ROWS, NUM_IDS, WORK_SECONDS = 50_000, 8_000, 0.04
+"""Of the work whose time is taken: as that of `Coefficients.ids`; for longer than a core stays with one worker."""
 RING_BYTES = 5 * 2**18
 """Above `comm.DIRECT_BYTES`, so that it is a ring."""
 
@@ -116,8 +118,24 @@ def measure(comm: Comm, num_machines: int, num_workers: int) -> Topology:
         topology = Topology(machines=num_machines, workers=k, between=between)
         if k > 1:
             topology = dataclasses.replace(topology, inside=Links.same(exchanges(mates, k - 1)))
+    topology = dataclasses.replace(topology, slowness=_slowness(comm))
     comm.sent, comm.seconds = sent, seconds  # that was no training
     return topology
+
+
+def _slowness(comm: Comm) -> float:
+    """`Topology.slowness`, by sorting ids on all workers at once; the average over the workers."""
+    if comm.device.type != "cpu":
+        return 1.0
+    ids = torch.randint(NUM_ROWS, (NUM_IDS,), generator=torch.Generator().manual_seed(0))
+    torch.unique(ids, return_inverse=True)
+    comm.gather(None)
+    start, num_ids = time.monotonic(), 0
+    while (took := time.monotonic() - start) < WORK_SECONDS:
+        torch.unique(ids, return_inverse=True)
+        num_ids += NUM_IDS
+    speeds = comm.gather(num_ids / took)
+    return Coefficients().ids * len(speeds) / sum(speeds)
 
 
 def _seconds(comm: Comm, run: Callable[[int], None], num_bytes: int) -> float:

@@ -91,6 +91,9 @@ class Topology:
     workers: int
     between: Links
     inside: Links = LOOPBACK
+    slowness: float = 1.0
+    """More than 0: how many times as long as `Coefficients` say work takes when all workers are at it, who may share
+    cores."""
 
     def __post_init__(self) -> None:
         for field in ("machines", "workers"):
@@ -100,6 +103,9 @@ class Topology:
         for field in ("between", "inside"):
             if not isinstance(getattr(self, field), Links):
                 raise ValueError(f"Topology.{field}: expected Links, got {getattr(self, field)!r}")
+        slow = self.slowness
+        if isinstance(slow, bool) or not isinstance(slow, (int, float)) or not 0 < slow < math.inf:
+            raise ValueError(f"Topology.slowness: expected a number greater than 0, got {slow!r}")
 
     @property
     def world_size(self) -> int:
@@ -154,12 +160,15 @@ class Topology:
             data = json.loads(text)
         except json.JSONDecodeError as error:
             raise ValueError(f"topology: not JSON: {error}") from None
-        data = _fields(data, "topology", ("machines", "workers", "between", "inside"))
+        if isinstance(data, dict):
+            data = {"slowness": 1.0, **data}
+        data = _fields(data, "topology", ("machines", "workers", "between", "inside", "slowness"))
         return Topology(
             machines=data["machines"],
             workers=data["workers"],
             between=_links(data["between"], "topology.between"),
             inside=_links(data["inside"], "topology.inside"),
+            slowness=data["slowness"],
         )
 
 
@@ -196,6 +205,15 @@ class Coefficients:
     partition: float = 0.0
     """Seconds per step, at least 0: for each partition of a table."""
 
+    step: float = 1.8e-3
+    """Seconds, at least 0: of a worker's time for a step with others, whatever is exchanged."""
+
+    round: float = 0.5e-3
+    """Seconds, at least 0: of a worker's time for a round, whatever it brings."""
+
+    table: float = 0.3e-3
+    """Seconds, at least 0: of a worker's time for a table in a round, however few rows of it travel."""
+
     bucket_bytes: float = 25 * 2**20
     """Bytes of dense gradients that are reduced in one AllReduce."""
 
@@ -218,7 +236,9 @@ class Coefficients:
                 fine, expected = isinstance(value, bool), "True or False"
             else:
                 number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-                may_be_0 = field.name in ("header_bytes", "message", "partition", "direct_bytes", "overlap")
+                may_be_0 = field.name in (
+                    "header_bytes", "message", "partition", "step", "round", "table", "direct_bytes", "overlap"
+                )  # fmt: skip
                 fine = number and (value >= 0 if may_be_0 else value > 0)
                 expected = "a number, at least 0" if may_be_0 else "a number greater than 0"
                 if field.name == "overlap":
