@@ -175,7 +175,7 @@ class Topology:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Coefficients:
     """Speeds of one worker, and what messages carry besides rows. The defaults are of one core of a server's CPU
-    (rows of 1 KiB, float32, Adagrad; `benchmarks/coefficients.py` measures them); all more than 0 unless said.
+    (rows of 1 KiB, float32, Adagrad; `benchmarks/coefficients.py` and `fixed.py` measure them); all more than 0 unless said.
     """
 
     copy: float = 7e9
@@ -205,13 +205,13 @@ class Coefficients:
     partition: float = 0.0
     """Seconds per step, at least 0: for each partition of a table."""
 
-    step: float = 1.8e-3
+    step: float = 2.5e-3
     """Seconds, at least 0: of a worker's time for a step with others, whatever is exchanged."""
 
-    round: float = 0.5e-3
+    round: float = 0.6e-3
     """Seconds, at least 0: of a worker's time for a round, whatever it brings."""
 
-    table: float = 0.3e-3
+    table: float = 0.5e-3
     """Seconds, at least 0: of a worker's time for a table in a round, however few rows of it travel."""
 
     bucket_bytes: float = 25 * 2**20
