@@ -175,7 +175,8 @@ class Topology:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Coefficients:
     """Speeds of one worker, and what messages carry besides rows. The defaults are of one core of a server's CPU
-    (rows of 1 KiB, float32, Adagrad; `benchmarks/coefficients.py` and `fixed.py` measure them); all more than 0 unless said.
+    (rows of 1 KiB, float32, Adagrad; `benchmarks/coefficients.py` and `fixed.py` measure them); all more than 0 unless
+    said.
     """
 
     copy: float = 7e9
