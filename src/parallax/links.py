@@ -23,8 +23,10 @@ LOG = logging.getLogger("parallax")
 MAX_AGE = 86400.0
 """Seconds after which links are measured again: host names stay when networks change."""
 
-LONG_SECONDS = 0.008
+LONG_SECONDS = 0.015
 """A message that takes so long tells the bandwidth; larger ones are not tried."""
+REPEAT_SECONDS = 0.1
+"""For so long each kind of message is sent again, but two to eight times."""
 SMALL_BYTES, MOST_BYTES = 2**10, 2**23
 NUM_ROWS, NUM_IDS, WORK_SECONDS = 50_000, 8_000, 0.04
 """Of the work whose time is taken: as that of `Coefficients.ids`; for longer than a core stays with one worker."""
@@ -140,12 +142,14 @@ def _slowness(comm: Comm) -> float:
 
 def _seconds(comm: Comm, run: Callable[[int], None], num_bytes: int) -> float:
     """Of one `run` on the slowest rank, the fastest of some; the same number on all ranks."""
-    run(num_bytes)
-    took = []
-    for _ in range(3):
+
+    def seconds() -> float:
         start = time.monotonic()
         run(num_bytes)
-        took.append(time.monotonic() - start)
+        return time.monotonic() - start
+
+    first = max(comm.gather(seconds()))
+    took = [seconds() for _ in range(min(8, max(2, int(REPEAT_SECONDS / first))))]
     return min(max(by_rank) for by_rank in zip(*comm.gather(took), strict=True))
 
 
