@@ -101,10 +101,8 @@ class JointUpdates:
                     entry = joint.optimizer.state[table.parameter]
                     if rows is not None:
                         entry[key] = rows[number]
-                    elif not isinstance(value, torch.Tensor):
-                        entry[key] = value
-                    elif number or key not in entry:  # one each: they may be updated alone some day
-                        entry[key] = value.clone()
+                    else:  # one each: they may be updated alone some day
+                        entry[key] = value.clone() if number and isinstance(value, torch.Tensor) else value
 
 
 def _is_watched(optimizer: torch.optim.Optimizer) -> bool:

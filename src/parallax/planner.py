@@ -175,7 +175,7 @@ def _cheapest(
     for i, (profile, way) in enumerate(zip(profiles, best, strict=True)):
         others = {w: total([*best[:i], w, *best[i + 1 :]]) - total(best) for w in costs[i] if w is not way}
         seconds = costs[i][way].seconds
-        runner_up = min(((w, seconds + more) for w, more in others.items()), key=lambda o: o[1], default=None)
+        runner_up = min(((w, max(0.0, seconds + more)) for w, more in others.items()), key=lambda o: o[1], default=None)
         reason = decided[i][1]
         if runner_up is not None:
             reason = (

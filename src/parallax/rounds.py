@@ -73,8 +73,8 @@ class Rounds:
     ) -> None:
         """
         Args:
-            fields: the tensors of a table that can be read by rows, by number: 0 is the weight, 1 the gradient, then
-                come entries of optimizer state; shape (rows held, ...). The same on all ranks.
+            fields: the tensors of a table that can be read by rows besides the weight, whose number is 0: 1 is the
+                gradient, then come entries of optimizer state; shape (rows held, ...). The same on all ranks.
             wire: how rows on lease and gradients travel; the same on all ranks. What is just read is exact.
         """
         self.comm = comm

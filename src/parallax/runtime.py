@@ -679,7 +679,9 @@ class Runtime:
             if table.use is Use.LOOKUP:
                 reasons = [how.reason for how in self.optimizers.how_updated(table) if not how.by_rows]
                 across_rows = reasons[0] if reasons else ""
-                self.profiles[name] = dataclasses.replace(self.profiles[name], across_rows=across_rows)
+                self.profiles[name] = dataclasses.replace(
+                    self.profiles[name], across_rows=across_rows, sparse_gradient=table.sparse_grad or table.lazy
+                )
         if self.config.lazy_rows:
             for number in range(len(self.optimizers)):
                 self._check_by_rows(self.optimizers[number])
@@ -882,9 +884,7 @@ class Runtime:
 
     def _field(self, table: Table, field: int) -> torch.Tensor | None:
         """See `Rounds.fields`."""
-        if field < 2:
-            return table.grad if field else table.data
-        return self.optimizers.field(table, field - 2)
+        return table.grad if field == 1 else self.optimizers.field(table, field - 2)
 
     def _post_state_dict(self, module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any) -> None:
         """Tables are whole, plain tensors in a state dict."""
