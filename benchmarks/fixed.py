@@ -10,7 +10,6 @@ one round more, with all tables; sharded, two.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
@@ -19,8 +18,6 @@ from pathlib import Path
 
 import steps
 import torch.distributed as dist
-from cluster import ClusterError
-from models import add_options
 from turns import tell
 
 from parallax.topology import Coefficients
@@ -34,16 +31,9 @@ def main() -> None:
     if sys.argv[1:2] == ["--worker"]:
         work(Path(sys.argv[2]))
         return
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--machines", type=int, default=2)
-    parser.add_argument("--workers", type=int, default=1, help="per machine")
-    parser.add_argument("--bandwidth", default="10Gbit", help="of each link")
-    add_options(parser)
+    parser = steps.parser(__doc__, machines=2, bandwidth="10Gbit")
     args = parser.parse_args()
-    try:
-        told = steps.launch(__file__, args)
-    except ClusterError as error:
-        parser.exit(2, f"fixed: {error}\n")
+    told = steps.launch(__file__, args)
     alone, reduced, gathered, sharded = (
         {model: statistics.median(t[way] for t in told if t["model"] == model) for model in TABLES}
         for way in ("alone", "allreduce", "gather", "sharded")

@@ -9,7 +9,6 @@ are then trained with six times in turn: the median of the ratios counts.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -17,9 +16,7 @@ from pathlib import Path
 
 import steps
 import torch.distributed as dist
-from cluster import ClusterError
 from evaluate import circumstances
-from models import add_options
 from turns import tell
 
 import parallax
@@ -33,22 +30,15 @@ def main() -> None:
     if sys.argv[1:2] == ["--worker"]:
         work(Path(sys.argv[2]))
         return
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--machines", type=int, default=4)
-    parser.add_argument("--workers", type=int, default=1, help="per machine")
-    parser.add_argument("--bandwidth", default="300Mbit", help="of each link")
+    parser = steps.parser(__doc__, machines=4, bandwidth="300Mbit")
     parser.add_argument("--shapes", nargs="+", default=["2000x512", "20000x128", "100000x32"], help="rows x elements")
     parser.add_argument("--alpha", type=float, default=0.05, help="part of the rows that a batch looks up")
     parser.add_argument("--most", type=int, default=64, help="partitions that are tried")
     parser.add_argument("--seconds", type=float, default=1.5, help="of timed steps in a pass, about")
     parser.add_argument("--output", type=Path, help="JSON file to write")
-    add_options(parser)
     args = parser.parse_args()
     args.batch = args.batch or 16
-    try:
-        rows = steps.launch(__file__, args)
-    except ClusterError as error:
-        parser.exit(2, f"partitions: {error}\n")
+    rows = steps.launch(__file__, args)
     for row in rows:
         times = ", ".join(f"{p}: {seconds * 1e3:.1f}" for p, seconds in row["measured"].items())
         print(

@@ -9,7 +9,6 @@ links and the speed of work that parallax has measured as it started, and the pr
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import sys
@@ -18,9 +17,7 @@ from typing import Any
 
 import steps
 import torch.distributed as dist
-from cluster import ClusterError
 from evaluate import circumstances
-from models import add_options
 from turns import tell
 
 import parallax
@@ -34,20 +31,13 @@ def main() -> None:
     if sys.argv[1:2] == ["--worker"]:
         work(Path(sys.argv[2]))
         return
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--machines", type=int, default=4)
-    parser.add_argument("--workers", type=int, default=1, help="per machine")
-    parser.add_argument("--bandwidth", default="300Mbit", help="of each link")
+    parser = steps.parser(__doc__, machines=4, bandwidth="300Mbit")
     parser.add_argument("--vocabularies", type=int, nargs="+", default=[5_000, 20_000, 50_000])
     parser.add_argument("--batches", type=int, nargs="+", default=[4, 16, 64])
     parser.add_argument("--seconds", type=float, default=3.0, help="of timed steps, about")
     parser.add_argument("--output", type=Path, help="JSON file to write")
-    add_options(parser)
     args = parser.parse_args()
-    try:
-        told = steps.launch(__file__, args)
-    except ClusterError as error:
-        parser.exit(2, f"predict: {error}\n")
+    told = steps.launch(__file__, args)
     rows = [{k: v for k, v in row.items() if k != "plan"} | {"predicted": predicted(row)} for row in told]
     for row in rows:
         error = row["predicted"] / row["measured"] - 1

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 import turns
 from cluster import Cluster, ClusterError
-from models import MODELS
+from models import MODELS, add_options
 
 import parallax
 
@@ -31,21 +31,31 @@ WARM_UP = 6
 """Steps that are not timed: parallax has its plan, and has watched some, before they are over."""
 
 
-def launch(script: str, settings: argparse.Namespace) -> list[dict[str, Any]]:
-    """Runs `script` on all workers; returns what they tell (`turns.tell`).
+def parser(description: str | None, machines: int, bandwidth: str) -> argparse.ArgumentParser:
+    """With the options of the machines and of the models; the arguments are defaults."""
+    options = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--machines", type=int, default=machines)
+    options.add_argument("--workers", type=int, default=1, help="per machine")
+    options.add_argument("--bandwidth", default=bandwidth, help="of each link")
+    add_options(options)
+    return options
 
-    Raises:
-        ClusterError: a worker failed.
-    """
+
+def launch(script: str, settings: argparse.Namespace) -> list[dict[str, Any]]:
+    """Runs `script` on all workers; returns what they tell (`turns.tell`). If a worker fails, the program ends."""
+    name = Path(script).stem
     with tempfile.TemporaryDirectory(prefix="steps-") as folder:
         path = Path(folder, "settings.json")
         path.write_text(json.dumps({k: v for k, v in vars(settings).items() if k != "output"}))
-        with Cluster(machines=settings.machines, bandwidth=settings.bandwidth) as cluster:
-            command = [sys.executable, script, "--worker", folder]
-            job = cluster.start(command, workers=settings.workers, env={"XDG_CACHE_HOME": folder})
-            result = job.wait()
+        try:
+            with Cluster(machines=settings.machines, bandwidth=settings.bandwidth) as cluster:
+                command = [sys.executable, script, "--worker", folder]
+                job = cluster.start(command, workers=settings.workers, env={"XDG_CACHE_HOME": folder})
+                result = job.wait()
+        except ClusterError as error:
+            sys.exit(f"{name}: {error}")
     if any(result.exit_codes):
-        raise ClusterError(f"workers failed, exit codes by rank: {result.exit_codes}")
+        sys.exit(f"{name}: workers failed, exit codes by rank: {result.exit_codes}")
     return [fact for output in result.outputs for fact in turns.told(output)]
 
 

@@ -133,6 +133,29 @@ class TestWork:
     def _work(self, placement: Placement, coefficients: Coefficients, **fields: Any) -> float:
         return parameter_cost(_table(**fields), placement, _machines(4), coefficients).work
 
+    def test_a_step_a_round_and_a_table_take_their_time(self) -> None:
+        c = dataclasses.replace(FREE, step=1.0, round=10.0, table=100.0)
+        machines = _machines(4)
+        for placement, num_rounds in [(Placement.ALLREDUCE, 0), (Placement.GATHER, 1), (Placement.SHARDED, 2)]:
+            assert self._work(placement, c) == pytest.approx(100 * num_rounds)
+            tables = [(_table(), placement), (_table(), placement)]
+            assert shared_cost(tables, machines, c).work == pytest.approx(1 + 10 * num_rounds), (
+                "for all tables together"
+            )
+        assert self._work(Placement.SHARDED, c, use=Use.DENSE) < 1, "it is no table"
+        assert shared_cost([(_table(), Placement.LOCAL)], _machines(1), c).work == 0
+
+    @pytest.mark.parametrize("placement", list(Placement))
+    def test_work_is_slower_where_workers_share_cores(self, placement: Placement) -> None:
+        fast, slow = (dataclasses.replace(_machines(4), slowness=slowness) for slowness in (1.0, 3.0))
+        c = Coefficients()
+        costs = [
+            parameter_cost(_table(), placement, t, c) + shared_cost([(_table(), placement)], t, c) for t in (fast, slow)
+        ]
+        assert costs[1].work == pytest.approx(3 * costs[0].work)
+        assert costs[0].work > 0
+        assert (costs[1].wire, costs[1].bytes_per_machine) == (costs[0].wire, costs[0].bytes_per_machine)
+
     def test_owners_update_a_part_and_copies_all(self) -> None:
         c = dataclasses.replace(FREE, update=1.0)
         assert self._work(Placement.SHARDED, c) == pytest.approx(1e6 / 4)

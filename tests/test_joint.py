@@ -41,6 +41,20 @@ def rows_of(step: int, rank: int, world_size: int) -> torch.Tensor:
     return torch.randint(1000, (4 * 12, 4), generator=generator).chunk(world_size)[rank]
 
 
+class Replacing(torch.optim.SGD):
+    """Counts its steps in a new tensor each time."""
+
+    __module__ = "torch.optim.replacing"
+
+    def step(self, closure: Any = None) -> None:
+        with torch.no_grad():
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.grad is not None:
+                        self.state[p]["count"] = self.state[p].get("count", torch.zeros(())) + 1
+                        p -= group["lr"] / self.state[p]["count"] * p.grad
+
+
 OPTIMIZERS: dict[str, tuple[bool, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]]] = {
     "Adagrad, sparse": (True, lambda p: torch.optim.Adagrad(p, lr=0.1)),
     "SparseAdam": (True, lambda p: torch.optim.SparseAdam(p, lr=0.01)),
@@ -50,6 +64,7 @@ OPTIMIZERS: dict[str, tuple[bool, Callable[[Iterable[nn.Parameter]], torch.optim
     "Adam": (False, lambda p: torch.optim.Adam(p, lr=0.01)),
     "AdamW, foreach": (False, lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True, amsgrad=True)),
     "RMSprop": (False, lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5)),
+    "new state each step": (False, lambda p: Replacing(p, lr=0.1)),
     "NAdam": (False, lambda p: torch.optim.NAdam(p, lr=0.01)),
 }
 

@@ -26,8 +26,9 @@ class Model(nn.Module):
         return (torch.tanh(self.layer(self.words(words))) * self.classes(classes)).sum(1).square().mean()
 
 
-def train(overlap: bool) -> tuple[list[torch.Tensor], list[int], int]:
-    table.EARLY_BYTES, foresight.NUM_TURNS = 1, 0
+def train(overlap: bool, num_turns: int = 0, num_steps: int = 6) -> tuple[list[torch.Tensor], list[int], int]:
+    """(weights, what left early in which order, rounds)"""
+    table.EARLY_BYTES, foresight.NUM_TURNS = 1, num_turns
     early: list[int] = []
     plain = Rounds.push_early
 
@@ -43,7 +44,7 @@ def train(overlap: bool) -> tuple[list[torch.Tensor], list[int], int]:
         parallax.distribute(model, optimizer, config=parallax.Config(overlap=overlap))
         generator = torch.Generator().manual_seed(parallax.rank())
         before = parallax.traffic(model)
-        for _ in range(6):
+        for _ in range(num_steps):
             optimizer.zero_grad()
             batch = (torch.randint(n, (12,), generator=generator) for n in (50, 40))
             model(*batch).backward()
@@ -62,3 +63,12 @@ def test_gradients_leave_early_and_change_nothing() -> None:
         assert num_rounds == num_expected
         assert early == [1, 0] * 5, "classes, then words, in each step but the first, in which the plan is made"
         assert not none
+
+
+def test_it_is_tried_whether_that_pays() -> None:
+    size = foresight.TURN_STEPS
+    for (weights, early, _), (expected, _, _) in zip(
+        ranks.run(2, train, True, 2, 1 + 2 * size), ranks.run(2, train, False, 2, 1 + 2 * size), strict=True
+    ):
+        torch.testing.assert_close(weights, expected, rtol=1e-12, atol=1e-12)
+        assert early == [1, 0] * size, "after the first step, a turn with it and one without"

@@ -283,3 +283,24 @@ def test_a_file_that_does_not_fit(tmp_path: Path, text: str | None, error: str) 
 
 def distributed_with(path: str) -> None:
     parallax.distribute(Words(), config=parallax.Config(topology=path))
+
+
+def first_plan(sparse: bool) -> list[bool]:
+    """Whether it is known, before any step was watched, that the gradients of a table are COO tensors."""
+    model = nn.Embedding(20, 3, sparse=sparse)
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    parallax.distribute(model, optimizer)
+    found = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.arange(4)).sum().backward()
+        optimizer.step()
+        found.append(parallax.explain(model).profiles[0].sparse_gradient)
+    parallax.shutdown()
+    return found
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+def test_the_first_plan_knows_which_gradients_are_sparse(sparse: bool) -> None:
+    for found in ranks.run(2, first_plan, sparse):
+        assert found[-1] == sparse

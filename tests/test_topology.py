@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -86,6 +87,7 @@ def test_json_both_ways() -> None:
         (["racks"], 3, "topology: 'racks' is unknown"),
         (["between"], 3, "topology.between: expected an object with allreduce, rounds, gathers, got 3"),
         (["workers"], "6", "Topology.workers: expected a whole number, at least 1, got '6'"),
+        (["slowness"], 0, "Topology.slowness: expected a number greater than 0, got 0"),
     ],
 )
 def test_json_that_is_no_topology(path: list[str], value: object, text: str) -> None:
@@ -99,6 +101,13 @@ def test_json_that_is_no_topology(path: list[str], value: object, text: str) -> 
         place[path[-1]] = value
     with pytest.raises(ValueError, match=text):
         Topology.from_json(json.dumps(data))
+
+
+def test_work_is_as_fast_as_usual_where_nobody_says() -> None:
+    data = json.loads(dataclasses.replace(CLUSTER, slowness=2.5).to_json())
+    assert Topology.from_json(json.dumps(data)).slowness == 2.5
+    del data["slowness"]
+    assert Topology.from_json(json.dumps(data)) == CLUSTER
 
 
 def test_text_that_is_no_json() -> None:

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
-from parallax.table import Stack, Table, as_one, by_size, make_one
+from parallax.partitioning import by_size
+from parallax.table import Stack, Table, as_one, make_one
 
 State = dict[str, Any]
 

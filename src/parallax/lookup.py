@@ -19,6 +19,7 @@ from parallax.foresight import Foresight
 from parallax.leases import Window
 from parallax.mesh import Column
 from parallax.message import Ask, Request
+from parallax.partitioning import by_size
 from parallax.plan import Placement
 from parallax.rounds import Round
 from parallax.table import SKIPPED, Fetched, Stack, Table, cat
@@ -405,10 +406,10 @@ class Lookups:
             if stack.foreseen is not None and not self._is_due(stack):
                 self.foresight.give_up()  # gradients accumulate: what is asked for ahead is late, or for nothing
                 return {}
-            limits = {number: torch.stack(torch.aminmax(of_one)).tolist() for number, of_one in ids.items()}
-            if all(low >= 0 and high < stack.tables[number].num_rows for number, (low, high) in limits.items()):
-                counts = [(number, len(of_one)) for number, of_one in ids.items()]
-                raw = stack.places.keys(cat(list(ids.values())).to(stack.device), counts)
+            counts = [(number, len(of_one)) for number, of_one in ids.items()]
+            together = cat(list(ids.values()))
+            if _are_rows(together, [stack.tables[n].num_rows for n, _ in counts], [size for _, size in counts]):
+                raw = stack.places.keys(together.to(stack.device), counts)
                 keys, inverse = self._sort(raw)
                 spans = stack.places.by_owner(stack.places.cuts(keys))
                 found[stack] = Foreseen(raw, keys, inverse, Column(stack.places.positions(keys), spans))
@@ -534,9 +535,8 @@ class Lookups:
         Args:
             ids: theirs, one after the other.
         """
-        sizes = torch.tensor([[lookup.ids.numel(), lookup.table.num_rows] for lookup in lookups], device=ids.device)
-        wrong = (ids < 0) | (ids >= sizes[:, 1].repeat_interleave(sizes[:, 0], output_size=len(ids)))
-        if bool(wrong.any()):
+        limits, sizes = [lookup.table.num_rows for lookup in lookups], [lookup.ids.numel() for lookup in lookups]
+        if not _are_rows(ids, limits, sizes):
             for lookup in lookups:
                 table = lookup.table
                 found = lookup.ids[(lookup.ids < 0) | (lookup.ids >= table.num_rows)]
@@ -550,3 +550,8 @@ class Lookups:
                 f"{table.num_rows - 1} (rank {table.rank})"
             )
         )
+
+
+def _are_rows(ids: torch.Tensor, num_rows: Sequence[int], sizes: Sequence[int]) -> bool:
+    """Whether the first `sizes[0]` of `ids` are rows of a table with `num_rows[0]`, and so on."""
+    return not bool(((ids < 0) | (ids >= by_size(num_rows, sizes, ids.device))).any())

@@ -115,7 +115,7 @@ def move_table(table: Table, new: Partitioning | None, optimizers: Optimizers, c
                 )
     moved = move_rows(held, table.partitioning, new, comm)
     table.grad = None
-    table.move(new)
+    table.partitioning = new  # which stack it is in is said when all tables are in their places (`stacked`)
     table.set_data(moved[0])
     for (state, key), value in zip(states, moved[1:], strict=False):
         state[key] = value

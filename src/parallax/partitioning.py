@@ -100,8 +100,8 @@ class Places:
         parts = self._num_partitions
         if len(self.tables) == 1:
             return self._all_starts[ids % parts] + ids // parts
-        numbers, sizes = torch.tensor(counts, device=ids.device).unbind(1)
-        of = numbers.repeat_interleave(sizes, output_size=len(ids))
+        numbers, sizes = zip(*counts, strict=True)
+        of = by_size(numbers, sizes, ids.device)
         if isinstance(parts, torch.Tensor):
             parts = parts[of]
         return self._all_starts[self._first_starts[of] + ids % parts] + ids // parts
@@ -161,3 +161,9 @@ class Places:
 def id_dtype(num_rows: int) -> torch.dtype:
     """The smallest dtype that numbers so many rows."""
     return torch.int32 if num_rows <= torch.iinfo(torch.int32).max else torch.int64
+
+
+def by_size(values: Sequence[int], sizes: Sequence[int], device: torch.device) -> torch.Tensor:
+    """`values[0]` as often as `sizes[0]` says, and so on (int64)."""
+    of_one, counts = torch.tensor([values, sizes], device=device)
+    return of_one.repeat_interleave(counts, output_size=sum(sizes))

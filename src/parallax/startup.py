@@ -93,7 +93,7 @@ def check_same_optimizers(comm: Comm, optimizers: Sequence[torch.optim.Optimizer
 
 def make_rows(comm: Comm, model: nn.Module, table: Table, owners: Sequence[int], config: Config) -> None:
     """Makes this rank's rows of a table that was built on the meta device."""
-    table.move(partitioning := Partitioning(table.num_rows, owners, comm.world_size, comm.device))
+    table.partitioning = partitioning = Partitioning(table.num_rows, owners, comm.world_size, comm.device)
     rows = torch.empty((table.num_held, *table.row_shape), dtype=table.dtype, device=comm.device)
     module, attribute = _holder(model, table.name)
     devices = [] if comm.device.type == "cpu" else [comm.device]

@@ -16,7 +16,7 @@ from torch import nn
 from parallax.ahead import MOST_CHANGED, Brought, Foreseen, Ordered
 from parallax.leases import Agent, Leases, Window
 from parallax.mesh import Column
-from parallax.partitioning import Partitioning, Places, id_dtype
+from parallax.partitioning import Partitioning, Places, by_size, id_dtype
 from parallax.plan import Placement, Use
 
 SKIPPED = -1
@@ -186,10 +186,6 @@ class Table:
             return whole.clone()
         rows = self.partitioning.rows_of(self.rank).to(whole.device)
         return whole.index_select(0, rows).to(self.device)
-
-    def move(self, partitioning: Partitioning | None) -> None:
-        """Its rows live elsewhere from now on, on all ranks; which stack it is in is to be said next."""
-        self.partitioning = partitioning
 
     def contribute(
         self,
@@ -664,12 +660,6 @@ def scaled(grads: torch.Tensor, scales: Sequence[float], num_rows: Sequence[int]
         for part, scale in zip(grads.split(list(num_rows)), scales, strict=True)
     ]
     return torch.cat([torch.cat(parts), grads[:, width:]], 1) if grads.shape[1] > width else torch.cat(parts)
-
-
-def by_size(values: Sequence[int], sizes: Sequence[int], device: torch.device) -> torch.Tensor:
-    """`values[0]` as often as `sizes[0]` says, and so on (int64)."""
-    of_one, counts = torch.tensor([values, sizes], device=device)
-    return of_one.repeat_interleave(counts, output_size=sum(sizes))
 
 
 def as_one(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
