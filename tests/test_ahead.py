@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -121,3 +122,31 @@ def test_whatever_happens_between_steps(between: str) -> None:
             ranks.run(3, train, how, True, between), ranks.run(3, train, how, False, between), strict=True
         ):
             same(weights, expected)
+
+
+def bad_id_at_last(folder: str, bad: int) -> None:
+    tables.EARLY_BYTES, foresight.NUM_TURNS = 1, 0
+    try:
+        model = Model(sparse=True)
+        optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+        parallax.distribute(model, optimizer)
+        last = data()
+        last.tensors[0][-BATCH * 2 :, 1] = bad
+        for step, batch in enumerate(parallax.shard(DataLoader(last, batch_size=BATCH))):
+            optimizer.zero_grad()
+            model(*batch).backward()
+            optimizer.step()
+            Path(folder, str(parallax.rank())).write_text(str(step + 1))
+    finally:
+        tables.EARLY_BYTES, foresight.NUM_TURNS = 2**16, 4
+
+
+@pytest.mark.parametrize("bad", [WORDS, 10**6, 2**40, -1, -(2**40)])
+def test_a_bad_id_is_an_error_in_its_own_step(tmp_path: Path, bad: int) -> None:
+    outcomes = ranks.run(2, bad_id_at_last, str(tmp_path), bad, expect_errors=True)
+    num_batches = NUM_STEPS * 4 // 2
+    for outcome in outcomes:
+        assert outcome.error in ("IndexError", "PeerError")
+        assert f"id {bad} is out of range for 'words.weight'" in outcome.text
+        assert (tmp_path / str(outcome.rank)).read_text() == str(num_batches - 1), "the steps before"
+    assert "IndexError" in [outcome.error for outcome in outcomes]

@@ -55,6 +55,16 @@ class Replacing(torch.optim.SGD):
                         p -= group["lr"] / self.state[p]["count"] * p.grad
 
 
+class Assigning(torch.optim.SGD):
+    """Gives its parameters new tensors."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.data = p.data - group["lr"] * p.grad
+
+
 OPTIMIZERS: dict[str, tuple[bool, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]]] = {
     "Adagrad, sparse": (True, lambda p: torch.optim.Adagrad(p, lr=0.1)),
     "SparseAdam": (True, lambda p: torch.optim.SparseAdam(p, lr=0.01)),
@@ -64,6 +74,7 @@ OPTIMIZERS: dict[str, tuple[bool, Callable[[Iterable[nn.Parameter]], torch.optim
     "Adam": (False, lambda p: torch.optim.Adam(p, lr=0.01)),
     "AdamW, foreach": (False, lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True, amsgrad=True)),
     "RMSprop": (False, lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5)),
+    "new weights each step": (False, lambda p: Assigning(p, lr=0.1)),
     "new state each step": (False, lambda p: Replacing(p, lr=0.1)),
     "NAdam": (False, lambda p: torch.optim.NAdam(p, lr=0.01)),
 }
@@ -164,8 +175,9 @@ def test_a_joint_update_is_that_of_each_table(how: str) -> None:
     weights, states, _, _ = train(how, "", alone=True)
     for found, held, num_joint, stacks in ranks.run(3, train, how, "", False):
         assert sorted(stacks) == [1, 5]
-        # The first step finds out which tables there are; momentum of COO gradients is a COO tensor.
-        assert num_joint == (0 if how == "SGD with momentum, sparse" else 7)
+        # The first step finds out which tables there are; momentum of COO gradients is a COO tensor; optimizers that
+        # are not torch's own are left alone.
+        assert num_joint == (0 if how in ("SGD with momentum, sparse", "new weights each step") else 7)
         agree(found, weights)
         agree(held, states)
 

@@ -406,13 +406,12 @@ class Lookups:
             if stack.foreseen is not None and not self._is_due(stack):
                 self.foresight.give_up()  # gradients accumulate: what is asked for ahead is late, or for nothing
                 return {}
+            # An id out of range stands for some row here; its own lookup will say what is wrong with it.
             counts = [(number, len(of_one)) for number, of_one in ids.items()]
-            together = cat(list(ids.values()))
-            if _are_rows(together, [stack.tables[n].num_rows for n, _ in counts], [size for _, size in counts]):
-                raw = stack.places.keys(together.to(stack.device), counts)
-                keys, inverse = self._sort(raw)
-                spans = stack.places.by_owner(stack.places.cuts(keys))
-                found[stack] = Foreseen(raw, keys, inverse, Column(stack.places.positions(keys), spans))
+            raw = stack.places.keys(cat(list(ids.values())).to(stack.device), counts)
+            keys, inverse = self._sort(raw)
+            spans = stack.places.by_owner(stack.places.cuts(keys))
+            found[stack] = Foreseen(raw, keys, inverse, Column(stack.places.positions(keys), spans))
         return found
 
     def lease_keys(self, stack: Stack, keys: torch.Tensor) -> None:
@@ -536,7 +535,7 @@ class Lookups:
             ids: theirs, one after the other.
         """
         limits, sizes = [lookup.table.num_rows for lookup in lookups], [lookup.ids.numel() for lookup in lookups]
-        if not _are_rows(ids, limits, sizes):
+        if bool(((ids < 0) | (ids >= by_size(limits, sizes, ids.device))).any()):
             for lookup in lookups:
                 table = lookup.table
                 found = lookup.ids[(lookup.ids < 0) | (lookup.ids >= table.num_rows)]
@@ -550,8 +549,3 @@ class Lookups:
                 f"{table.num_rows - 1} (rank {table.rank})"
             )
         )
-
-
-def _are_rows(ids: torch.Tensor, num_rows: Sequence[int], sizes: Sequence[int]) -> bool:
-    """Whether the first `sizes[0]` of `ids` are rows of a table with `num_rows[0]`, and so on."""
-    return not bool(((ids < 0) | (ids >= by_size(num_rows, sizes, ids.device))).any())
