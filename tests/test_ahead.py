@@ -90,6 +90,12 @@ def train(how: str, overlap: bool, between: str = "") -> tuple[list[torch.Tensor
                 with torch.no_grad():
                     for other in parallax.shard(DataLoader(data(1), batch_size=BATCH * 12)):
                         model(*other)
+            if between == "evaluate alone" and parallax.rank() == step % 2:
+                with torch.no_grad():
+                    for other in DataLoader(data(1), batch_size=BATCH * 12):
+                        model(*other)
+            if between == "read alone" and parallax.rank() == step % 2:
+                model.words.weight.sum(), model.classes.weight.sum()
         counted["rounds"] = (parallax.traffic(model) - before).num_rounds
         return [p.detach().clone() for p in model.state_dict().values()], counted
     finally:
@@ -115,7 +121,7 @@ def test_rows_come_ahead_and_change_nothing(how: str) -> None:
         assert (with_it["at last"] > 0) == ("all rows" in how), with_it
 
 
-@pytest.mark.parametrize("between", ["unforeseen", "accumulate", "edit", "evaluate"])
+@pytest.mark.parametrize("between", ["unforeseen", "accumulate", "edit", "evaluate", "evaluate alone", "read alone"])
 def test_whatever_happens_between_steps(between: str) -> None:
     for how in list(OPTIMIZERS)[:2]:
         for (weights, _), (expected, _) in zip(

@@ -100,6 +100,21 @@ class Ordered:
     def __len__(self) -> int:
         return len(self._missing)
 
+    def and_earlier(self, earlier: Ordered) -> Ordered:
+        """What ranks have asked for in both of two rounds with the same weights, each in one of them: not all need be
+        at their lookups at the same time, as when one evaluates alone."""
+        ranks = range(len(self.positions.spans))
+        parts = [torch.cat([earlier.positions.part(r), self.positions.part(r)]) for r in ranks]
+        both = Ordered(Column.split(torch.cat(parts), list(map(len, parts))))
+        for one in (earlier, self):
+            moved = [new - old for (new, _), (old, _) in zip(both.positions.spans, one.positions.spans, strict=True)]
+            sizes = [end - start for start, end in one.positions.spans]
+            shift = torch.tensor(moved).repeat_interleave(torch.tensor(sizes)).to(one._missing.device)
+            both._missing[torch.arange(len(one), device=shift.device) + shift] = one._missing
+            for sent in one._sent:
+                both._sent.append(_Sent(sent.numbers + shift[sent.numbers], sent.rows, sent.version))
+        return both
+
     def not_leased(self, leases: Sequence[torch.Tensor], num_held: int) -> torch.Tensor:
         """Numbers in `positions` (sorted) of the rows that are not in `leases`, which are positions, too."""
         leased = torch.zeros(num_held, dtype=torch.bool, device=self.positions.tensor.device)

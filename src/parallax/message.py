@@ -260,7 +260,8 @@ class Arrival:
         if updated:
             stack.keep_promises()
         if len(self._ahead.tensor):
-            stack.ordered = Ordered(self._ahead)
+            order = Ordered(self._ahead)
+            stack.ordered = order if stack.ordered is None else order.and_earlier(stack.ordered)
         self.lease(self.ids.tensor, stack.leases)
         for source, h in enumerate(self._headers):
             if h[_ASKED] and h[_MAX_NORM] != bits(_NO_RENORM):
