@@ -43,13 +43,14 @@ def test_rows_are_counted_once_for_a_machine() -> None:
 
 
 def test_owners_put_their_counts_together() -> None:
-    copies = profile_of(PROFILE, TABLE, [Counted(4, 6, [5]), Counted(2, 6, [5])], num_steps=2)
+    copies = profile_of(PROFILE, TABLE, [Counted(4, 6, [5], True), Counted(2, 6, [5], True)], num_steps=2)
     assert (copies.num_rows_touched, copies.num_rows_by_machine, copies.skew) == (1.5, 2.5, 1.0)
     table = Table("w", nn.Parameter(torch.zeros(10, 2)), rank=0, world_size=2, device=torch.device("cpu"))
     table.partitioning = Partitioning(10, (0, 1, 1), 2, torch.device("cpu"))  # 4 and 6 rows
-    spread = profile_of(PROFILE, table, [Counted(7, 6, [5]), Counted(5, 6, [4])], num_steps=2)
+    spread = profile_of(PROFILE, table, [Counted(7, 6, [5], True), Counted(5, 6, [4], False)], num_steps=2)
     assert (spread.num_rows_touched, spread.num_rows_by_machine) == (3.0, 4.5)
     assert spread.skew == pytest.approx((6 / 12) / (4 / 10))
+    assert (copies.sparse_gradient, spread.sparse_gradient) == (True, False), "of all ranks"
 
 
 def test_the_time_of_a_step_is_divided() -> None:

@@ -45,7 +45,7 @@ class WatchedParameter(nn.Parameter):
         if torch.is_grad_enabled() and getattr(func, "__name__", "") not in _ABOUT_THE_OBJECT and _has_graph(out):
             for p in _parameters(args, kwargs):
                 p._lookups.on_use(p._table, lookup=False)
-                p._table.use |= Use.DENSE
+                p._table.seen |= Use.DENSE
         return out
 
     def __deepcopy__(self, memo: Any) -> nn.Parameter:
@@ -330,7 +330,7 @@ def _index_select(p: Any, index: torch.Tensor) -> torch.Tensor:
 def _look_up(p: Any, lookup: Lookup, ids: torch.Tensor, per_sample_weights: torch.Tensor | None = None) -> torch.Tensor:
     p._lookups.on_samples(ids.shape[0] if ids.dim() else 1)
     if lookup.trainable:
-        p._table.use |= Use.LOOKUP
+        p._table.seen |= Use.LOOKUP
     return p._lookups.apply(lookup, per_sample_weights)
 
 

@@ -133,6 +133,7 @@ class Counted:
     touched: int
     served: int
     by_machine: list[int]
+    sparse_gradient: bool
 
 
 def profile_of(before: ParameterProfile, table: Table, counted: Sequence[Counted], num_steps: int) -> ParameterProfile:
@@ -152,5 +153,5 @@ def profile_of(before: ParameterProfile, table: Table, counted: Sequence[Counted
         num_rows_touched=sum(c.touched for c in counted) / len(counted) / num_steps,
         num_rows_by_machine=sum(by_machine) / len(by_machine) / num_steps,
         skew=skew,
-        sparse_gradient=table.sparse_grad or table.lazy,
+        sparse_gradient=all(c.sparse_gradient for c in counted),
     )

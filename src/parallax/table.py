@@ -108,7 +108,10 @@ class Table:
         """The lookups asked for scale_grad_by_freq: gradients travel with a count of lookups behind each row."""
         self.lazy = False
         """Optimizers update the rows with a gradient only."""
+        self.seen = Use.NONE
+        """How this rank has used it."""
         self.use = Use.NONE
+        """How ranks have, as far as they have told each other: decisions come from this."""
         self.num_rows_touched = 0
         """Distinct rows with a gradient of this rank in the step that is being closed."""
         self.num_open = 0

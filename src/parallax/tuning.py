@@ -179,7 +179,10 @@ class Tuning:
         sent = self._comm.sent.total
         yield PROFILE_STEPS
         mine = _Watched(
-            counted={name: Counted(c.touched, c.served, c.by_machine) for name, c in counts.items()},
+            counted={
+                name: Counted(c.touched, c.served, c.by_machine, tables[name].sparse_grad or tables[name].lazy)
+                for name, c in counts.items()
+            },
             reduced=dict(self._reduced.values()),
             laps=self._laps,
             num_bytes=(self._comm.sent.total - sent) / PROFILE_STEPS,

@@ -53,7 +53,7 @@ class WholeReads:
         self.warn(table)
         ids = torch.arange(table.num_rows, device=table.device)
         lookup = Lookup(table, ids, table.shape)
-        table.use |= Use.DENSE
+        table.seen |= Use.DENSE
         return self._lookups.apply(lookup)
 
     def warn(self, table: Table) -> None:
