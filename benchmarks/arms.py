@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime
 import gc
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -27,6 +28,15 @@ import parallax
 from parallax.foresight import NUM_TURNS, TURN_STEPS
 
 
+def by_naive_servers(model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
+    """Each parameter whole on one server; workers of a machine do not merge, and nothing travels early."""
+    os.environ["PARALLAX_MACHINE"] = f"of worker {dist.get_rank()}"
+    try:
+        return by_parallax(model, optimizer, architecture="ps", partitions=1, overlap=False)
+    finally:
+        del os.environ["PARALLAX_MACHINE"]
+
+
 def by_parallax(model: nn.Module, optimizer: torch.optim.Optimizer, **config: Any) -> nn.Module:
     return parallax.distribute(model, optimizer, config=parallax.Config(**config))
 
@@ -37,6 +47,8 @@ ARMS: dict[str, tuple[bool, Callable[[nn.Module, torch.optim.Optimizer], nn.Modu
     "planned": (True, lambda m, o: by_parallax(m, o, topology="measure")),
     "allreduce-gather": (True, lambda m, o: by_parallax(m, o, architecture="allreduce", sparse_allreduce="gather")),
     "allreduce-dense": (True, lambda m, o: by_parallax(m, o, architecture="allreduce", sparse_allreduce="dense")),
+    "ps": (True, lambda m, o: by_parallax(m, o, architecture="ps")),
+    "ps-naive": (True, by_naive_servers),
     "ddp-sparse": (True, lambda m, o: DistributedDataParallel(m)),
     "ddp-dense": (False, lambda m, o: DistributedDataParallel(m)),
     "hand-written": (True, lambda m, o: m),
@@ -100,7 +112,8 @@ def take_turn(args: Any, batches: list[Batch], group: Group, *, arm: str, repeat
         take(lambda: trainer.step(next(data)), group, args.seconds, arm=arm, repeat=repeat)
         trainer.comm.close()
         return
-    take(step, group, args.seconds, SETTLE if arm.startswith(("hybrid", "planned")) else 0, arm=arm, repeat=repeat)
+    settle = SETTLE if arm.startswith(("hybrid", "planned")) or arm == "ps" else 0
+    take(step, group, args.seconds, settle, arm=arm, repeat=repeat)
     parallax.shutdown()  # nothing for the arms that are not parallax's
 
 

@@ -24,7 +24,7 @@ SWEEPS = {"machines": "machines", "alpha": "alpha, the fraction of the table tha
 """Settings of which a file may have several values, and how an axis is called."""
 
 NAMES = ["hybrid", "torchrec", "horovod", "tf-servers", "ddp-sparse", "ddp-dense"]
-NAMES += ["allreduce-gather", "allreduce-dense", "compute-only"]
+NAMES += ["ps", "ps-naive", "allreduce-gather", "allreduce-dense", "compute-only"]
 """In the order of their colours."""
 
 matplotlib.rcParams.update({"svg.hashsalt": "evaluate", "font.size": 9, "axes.grid": True, "grid.alpha": 0.3})

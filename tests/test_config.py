@@ -63,8 +63,8 @@ def test_allowed(field: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "text"),
     [
-        ("architecture", "ps", "Config.architecture: expected 'hybrid' | 'allreduce', got 'ps'"),
-        ("architecture", None, "Config.architecture: expected 'hybrid' | 'allreduce', got None"),
+        ("architecture", "horovod", "Config.architecture: expected 'hybrid' | 'allreduce' | 'ps', got 'horovod'"),
+        ("architecture", None, "Config.architecture: expected 'hybrid' | 'allreduce' | 'ps', got None"),
         ("sparse_allreduce", "Gather", "Config.sparse_allreduce: expected 'gather' | 'dense', got 'Gather'"),
         ("reduction", ["mean"], "Config.reduction: expected 'mean' | 'sum', got ['mean']"),
         (

@@ -16,6 +16,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "hybrid": {},
     "gather": {"architecture": "allreduce", "sparse_allreduce": "gather"},
     "dense": {"architecture": "allreduce", "sparse_allreduce": "dense"},
+    "ps": {"architecture": "ps"},
 }
 
 OPTIMIZERS: dict[str, Any] = {
@@ -147,7 +148,7 @@ def test_tables_that_are_looked_up_with_the_same_ids(world_size: int) -> None:
 
 @pytest.mark.parametrize(
     ("world_size", "architecture"),
-    [*((n, "hybrid") for n in (1, 2, 3, 4)), (2, "gather"), (3, "gather"), (2, "dense"), (4, "dense")],
+    [*((n, "hybrid") for n in (1, 2, 3, 4)), (2, "gather"), (3, "gather"), (2, "dense"), (4, "dense"), (3, "ps")],
 )
 def test_optimizers(world_size: int, architecture: str) -> None:
     oracle.check_all(world_size, [(recommender, architecture, *c, torch.float64) for c in COMBINATIONS])

@@ -183,7 +183,9 @@ def _add_verify(commands: Any) -> None:
     verify.add_argument(
         "--join", metavar="FUNCTION", help="module:function that puts a list of the workers' batches together"
     )
-    verify.add_argument("--architecture", choices=["hybrid", "allreduce"], default="hybrid", help="(default: hybrid)")
+    verify.add_argument(
+        "--architecture", choices=["hybrid", "allreduce", "ps"], default="hybrid", help="(default: hybrid)"
+    )
     verify.add_argument("--reduction", choices=["mean", "sum"], default="mean", help="(default: mean)")
 
 

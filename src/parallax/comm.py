@@ -81,6 +81,21 @@ class Sent:
         return self.headers + self.tables + self.dense
 
 
+@dataclasses.dataclass(frozen=True)
+class Level:
+    """Ranks among which a buffer is summed."""
+
+    ranks: Sequence[int]
+    server: int | None = None
+    """The number of the one that sums all of it; None: each sums a part."""
+
+    def part(self, buffer: torch.Tensor, i: int) -> torch.Tensor:
+        """What the i-th of the ranks sums."""
+        if self.server is None:
+            return buffer.tensor_split(len(self.ranks))[i]
+        return buffer if i == self.server else buffer[:0]
+
+
 @dataclasses.dataclass(eq=False)
 class Reduction:
     """An AllReduce under way: the buffer it owns and the handle to wait for."""
@@ -88,7 +103,7 @@ class Reduction:
     buffer: torch.Tensor
     work: dist.Work | None = None
     """None: it goes over the mesh, or there is one rank only."""
-    levels: Sequence[Sequence[int]] = ()
+    levels: Sequence[Level] = ()
     """Groups of ranks among which it is summed, one after the other."""
     is_summed: bool = False
     """Over the mesh: this rank has sent its sums to the others."""
@@ -141,7 +156,8 @@ class Comm:
         machines = self.all_gather(machine_name())
         self.members = [rank for rank, machine in enumerate(machines) if machine == machines[self.rank]]
         """Ranks on this machine."""
-        places = [sum(m == machine for m in machines[:rank]) for rank, machine in enumerate(machines)]
+        self._places = places = [sum(m == machine for m in machines[:rank]) for rank, machine in enumerate(machines)]
+        """Of each rank, its number on its machine."""
         shared = 1 < len(set(machines)) < self.world_size and device.type == "cpu"
         self.agents = tuple(
             places[rank] if rank in self.members else places[rank] % len(self.members)
@@ -149,11 +165,12 @@ class Comm:
         )
         """For each rank, which worker of this machine (its number in `members`) talks to it for all of them; empty if
         every worker talks to every rank itself."""
-        self._levels: list[Sequence[int]] = [range(self.world_size)]
+        self._levels = [Level(range(self.world_size))]
         """Groups of ranks among which small buckets are summed, one after the other: those of this machine, then one
         of each machine."""
         if shared and all(machines.count(machine) == len(self.members) for machine in machines):
-            self._levels = [self.members, [r for r, place in enumerate(places) if place == places[self.rank]]]
+            alike = [rank for rank, place in enumerate(places) if place == places[self.rank]]
+            self._levels = [Level(self.members), Level(alike)]
         self._reducing: list[Reduction] = []
         """Over the mesh, those that are under way, oldest first."""
         self._own_posts: collections.deque[tuple[tuple[int, ...], Sequence[memoryview] | None]] = collections.deque()
@@ -230,27 +247,50 @@ class Comm:
 
     # -- dense buckets ------------------------------------------------------------------------------
 
-    def all_reduce(self, buffer: torch.Tensor) -> Reduction:
-        """Starts summing `buffer` over all ranks, in place."""
+    def all_reduce(self, buffer: torch.Tensor, server: int | None = None) -> Reduction:
+        """Starts summing `buffer` over all ranks, in place.
+
+        Args:
+            server: the rank that sums all of it, and sends the sum to the others. None: the ranks share the work.
+        """
         if self.world_size == 1:
             return Reduction(buffer)
         with self._watching("starting an AllReduce"):
-            if self._mesh is None or buffer.nbytes > DIRECT_BYTES:
+            if self._mesh is None and server is not None:
+                self.sent.dense += buffer.nbytes * (len(self.peers) if server == self.rank else 1)
+                dist.reduce(buffer, server, group=self._buckets, async_op=True)
+                return Reduction(buffer, dist.broadcast(buffer, server, group=self._buckets, async_op=True))
+            if self._mesh is None or (server is None and buffer.nbytes > DIRECT_BYTES):
                 self.sent.dense += 2 * buffer.nbytes * (self.world_size - 1) // self.world_size
                 return Reduction(buffer, dist.all_reduce(buffer, group=self._buckets, async_op=True))
             # In 16 bits, what a machine has added up would be rounded once more.
-            levels = self._levels if buffer.itemsize >= 4 else [range(self.world_size)]
-            part = buffer.nbytes
-            for group in levels:
-                num_bytes = 2 * part * (len(group) - 1) // len(group)
-                part //= len(group)
-                if group is levels[-1]:
+            levels = self._levels if buffer.itemsize >= 4 else [Level(range(self.world_size))]
+            if server is not None:
+                levels = self._served_by(server, levels)
+            size = buffer.nbytes
+            for level in levels:
+                num_others = len(level.ranks) - 1
+                if level.server is None:
+                    num_bytes, size = 2 * size * num_others // len(level.ranks), size // len(level.ranks)
+                elif level.ranks[level.server] == self.rank:
+                    num_bytes = size * num_others
+                else:
+                    num_bytes, size = size, 0
+                if level is levels[-1]:
                     self.sent.dense += num_bytes
                 else:
                     self.sent.inside += num_bytes
             self._scatter(self._mesh, buffer, levels[0])
             self._reducing.append(Reduction(buffer, levels=levels))
             return self._reducing[-1]
+
+    def _served_by(self, server: int, levels: Sequence[Level]) -> list[Level]:
+        """`levels`, with all of it summed by one rank; before that by one of each machine, if there are two levels."""
+        if len(levels) == 1:
+            return [Level(levels[0].ranks, server)]
+        place = self._places[server]
+        like_server = [rank for rank, other in enumerate(self._places) if other == place]
+        return [Level(levels[0].ranks, place), Level(levels[1].ranks, like_server.index(server))]
 
     def wait(self, reduction: Reduction) -> torch.Tensor:
         if reduction.work is not None:
@@ -263,55 +303,60 @@ class Comm:
                 self._reducing.remove(reduction)
         return reduction.buffer
 
-    def _scatter(self, mesh: Mesh, buffer: torch.Tensor, group: Sequence[int]) -> None:
-        """To each rank of a group its part of what is to be summed."""
-        memory = memory_of(buffer)
-        for i, peer in self._after_me(group):
-            mesh.send(peer, Kind.SHARD, [memory[_shard(buffer, len(group), i)]])
+    def _scatter(self, mesh: Mesh, buffer: torch.Tensor, level: Level) -> None:
+        """To each rank of a level its part of what is to be summed."""
+        for i, peer in self._after_me(level.ranks):
+            if len(part := level.part(buffer, i)):
+                mesh.send(peer, Kind.SHARD, [memory_of(part)])
 
     def _sum(self, mesh: Mesh, reduction: Reduction, waiting: _Waiting) -> None:
         """Sums what `_scatter` has sent, each part on one rank; on several levels, the sums of groups after that."""
         parts = [reduction.buffer]
         if not reduction.is_summed:
-            for group in reduction.levels:
+            for level in reduction.levels:
                 if len(parts) > 1:
-                    self._scatter(mesh, parts[-1], group)
-                parts.append(self._reduce(mesh, parts[-1], group, waiting))
+                    self._scatter(mesh, parts[-1], level)
+                parts.append(self._reduce(mesh, parts[-1], level, waiting))
             self._send_sum(mesh, parts[-1], reduction.levels[-1])
-        for level, group in reversed(list(enumerate(reduction.levels))):
-            peers, memory = self._after_me(group), memory_of(parts[level])
-            for i, peer in reversed(peers):
-                waiting.on(peer)
-                mesh.receive(peer, Kind.SUM, [memory[_shard(parts[level], len(group), i)]])
-            if level:
-                self._send_sum(mesh, parts[level], reduction.levels[level - 1])
+        for number, level in reversed(list(enumerate(reduction.levels))):
+            for i, peer in reversed(self._after_me(level.ranks)):
+                if len(part := level.part(parts[number], i)):
+                    waiting.on(peer)
+                    mesh.receive(peer, Kind.SUM, [memory_of(part)])
+            if number:
+                self._send_sum(mesh, parts[number], reduction.levels[number - 1])
 
-    def _reduce(self, mesh: Mesh, buffer: torch.Tensor, group: Sequence[int], waiting: _Waiting) -> torch.Tensor:
-        """Returns this rank's part of `buffer`, which is summed over a group."""
-        me = group.index(self.rank)
-        own = buffer.tensor_split(len(group))[me]
-        parts = own.new_empty(len(group), len(own))
+    def _reduce(self, mesh: Mesh, buffer: torch.Tensor, level: Level, waiting: _Waiting) -> torch.Tensor:
+        """Returns this rank's part of `buffer`, which is summed over a level."""
+        me = level.ranks.index(self.rank)
+        own = level.part(buffer, me)
+        if not len(own):
+            return own
+        parts = own.new_empty(len(level.ranks), len(own))
         parts[me] = own
         memory, size = memory_of(parts), own.nbytes
-        for i, peer in reversed(self._after_me(group)):
+        for i, peer in reversed(self._after_me(level.ranks)):
             waiting.on(peer)
             mesh.receive(peer, Kind.SHARD, [memory[i * size : (i + 1) * size]])
         return torch.sum(parts, 0, out=own)  # in rank order; half precision is summed in single
 
-    def _send_sum(self, mesh: Mesh, own: torch.Tensor, group: Sequence[int]) -> None:
-        memory = memory_of(own)
-        for _, peer in self._after_me(group):
-            mesh.send(peer, Kind.SUM, [memory])
+    def _send_sum(self, mesh: Mesh, own: torch.Tensor, level: Level) -> None:
+        if len(own):
+            memory = memory_of(own)
+            for _, peer in self._after_me(level.ranks):
+                mesh.send(peer, Kind.SUM, [memory])
 
     def _sum_what_is_here(self, mesh: Mesh, waiting: _Waiting) -> None:
         """Sums travel with what else is under way, not after it."""
         for reduction in self._reducing:
             if reduction.is_summed:
                 continue
-            if len(reduction.levels) > 1 or not all(mesh.has(peer, Kind.SHARD) for peer in self.peers):
+            if len(reduction.levels) > 1:
                 return
-            [group] = reduction.levels
-            self._send_sum(mesh, self._reduce(mesh, reduction.buffer, group, waiting), group)
+            [level] = reduction.levels
+            if len(level.part(reduction.buffer, self.rank)) and not all(mesh.has(p, Kind.SHARD) for p in self.peers):
+                return
+            self._send_sum(mesh, self._reduce(mesh, reduction.buffer, level, waiting), level)
             reduction.is_summed = True
         mesh.start()
 
@@ -627,13 +672,6 @@ class _Waiting:
 
     def on(self, peer: int) -> None:
         self.peer, self.started = peer, time.monotonic()
-
-
-def _shard(buffer: torch.Tensor, num_parts: int, i: int) -> slice:
-    """The bytes of `buffer.tensor_split(num_parts)[i]`."""
-    size, num_longer = divmod(len(buffer), num_parts)
-    start = i * size + min(i, num_longer)
-    return slice(start * buffer.itemsize, (start + size + (i < num_longer)) * buffer.itemsize)
 
 
 def _by_rank(columns: Sequence[Column], num_ranks: int) -> list[tuple[memoryview, ...]]:

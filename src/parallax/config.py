@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 if TYPE_CHECKING:  # plans are also made where nobody waits for PyTorch: `parallax plan`
     import torch
 
-Architecture = Literal["hybrid", "allreduce"]
+Architecture = Literal["hybrid", "allreduce", "ps"]
 Reduction = Literal["mean", "sum"]
 SparseAllreduce = Literal["gather", "dense"]
 WireDtype = Literal["float32", "bfloat16", "float16", "int8"]
@@ -22,8 +22,9 @@ class Config:
     """Settings of `parallax.distribute`. All have defaults that are right for exact synchronous training."""
 
     architecture: Architecture = "hybrid"
-    """"hybrid": dense parameters by AllReduce, looked-up ones row by row on their owners. "allreduce": every
-    worker keeps every parameter (what the hybrid is measured against; see `sparse_allreduce`)."""
+    """"hybrid": dense parameters by AllReduce, looked-up ones row by row on their owners. What it is measured against:
+    "allreduce": every worker keeps every parameter (see `sparse_allreduce`); "ps": as a parameter server does,
+    the gradient of a dense parameter is added up by one worker, too, which hands out the sum."""
 
     sparse_allreduce: SparseAllreduce = "gather"
     """With architecture "allreduce": the touched rows of looked-up parameters are gathered ("gather"), or

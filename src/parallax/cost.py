@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 
 from parallax.config import WireDtype
-from parallax.plan import ParameterProfile, Placement, Use
+from parallax.plan import REDUCED, ParameterProfile, Placement, Use
 from parallax.topology import Coefficients, Topology
 
 ID_BYTES = 4
@@ -46,7 +46,7 @@ def bytes_per_step(
         world_size: N, at least 1.
         wire: `Config.wire_dtype`.
     """
-    if placement is Placement.ALLREDUCE:
+    if placement in REDUCED:  # to a server and back: on average over the workers it is the same
         return allreduce_bytes(profile, world_size, wire)
     if placement is Placement.GATHER:
         return gather_bytes(profile, world_size, wire)
@@ -113,16 +113,16 @@ def parameter_cost(
     """What one parameter adds to a step, without what is shared by all parameters of a placement (`shared_cost`).
 
     Args:
-        owners: rank of each partition, for SHARDED; default: one partition for each worker. With a parameter that
-            is used whole, SHARDED is the parameter server of a dense parameter: everybody pulls all of it and pushes
-            a gradient for all of it.
+        owners: rank of each partition, for SHARDED, or the server, for SERVED; default: one partition for each worker.
+            With a parameter that is used whole, SHARDED is the parameter server of a dense parameter: everybody pulls
+            all of it and pushes a gradient for all of it.
         wire: `Config.wire_dtype`. What rounding takes is not reckoned with.
     """
     if placement is Placement.ALLREDUCE:
         cost = _allreduce(profile, topology, coefficients, wire)
     elif placement is Placement.GATHER:
         cost = _gather(profile, topology, coefficients, wire)
-    elif placement is Placement.SHARDED:
+    elif placement in (Placement.SHARDED, Placement.SERVED):
         cost = _sharded(profile, topology, coefficients, owners or topology.owners(topology.world_size), wire)
     else:
         cost = Cost(work=_update(profile, profile.num_rows, 1, coefficients) if profile.use else 0.0)

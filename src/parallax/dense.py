@@ -11,7 +11,7 @@ must not be). Buckets are launched in the plan's order on every rank.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -34,9 +34,15 @@ class Bucket:
     """A flat buffer for gradients of one dtype and device."""
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], sparse: Collection[nn.Parameter], wire: WireDtype = "float32"
+        self,
+        parameters: Sequence[nn.Parameter],
+        sparse: Collection[nn.Parameter],
+        wire: WireDtype = "float32",
+        server: int | None = None,
     ) -> None:
         self.parameters = list(parameters)
+        self.server = server
+        """The rank that sums it; None: all share the work."""
         first = parameters[0]
         numel = sum(p.numel() for p in parameters)
         num_rows = [p.shape[0] if p in sparse else 0 for p in parameters]
@@ -92,11 +98,11 @@ class Bucket:
     def launch(self, comm: Comm) -> None:
         """Starts the sum over all ranks."""
         if self._rounded is None:
-            self.reductions = [comm.all_reduce(self.buffer)]
+            self.reductions = [comm.all_reduce(self.buffer, self.server)]
         else:
             self._rounded.copy_(self.gradients)
             exact = self.buffer[self.gradients.numel() :]
-            self.reductions = [comm.all_reduce(self._rounded), comm.all_reduce(exact)]
+            self.reductions = [comm.all_reduce(part, self.server) for part in (self._rounded, exact)]
 
     def wait(self, comm: Comm) -> None:
         """Until the sum, which is the same on all ranks bit by bit, is in the buffer."""
@@ -149,6 +155,7 @@ class DenseGradients:
         sparse: Collection[nn.Parameter],
         before: dict[nn.Parameter, torch.Tensor],
         hooks: ParameterHooks | None,
+        servers: Mapping[nn.Parameter, int],
     ) -> None:
         """
         Args:
@@ -160,9 +167,11 @@ class DenseGradients:
             before: gradients of earlier backward passes, set aside while new ones are on their way.
             hooks: of the user, to run on reduced gradients. None: there is more to come to these gradients, which
                 are neither seen by hooks nor added to earlier ones.
+            servers: ranks that sum these parameters' gradients alone.
         """
         self._comm, self._mean = comm, mean
-        self.buckets = [Bucket(group, sparse, wire) for group in _fill(parameters, bucket_bytes)]
+        groups = _fill(parameters, bucket_bytes, servers)
+        self.buckets = [Bucket(group, sparse, wire, servers.get(group[0])) for group in groups]
         self._place = {id(p): (b, i) for b in self.buckets for i, p in enumerate(b.parameters)}
         self._next = 0
         self._before, self._hooks = before, hooks
@@ -276,13 +285,18 @@ def accumulate(parameter: nn.Parameter, before: torch.Tensor | None) -> None:
         parameter.grad = before
 
 
-def _fill(parameters: Sequence[nn.Parameter], bucket_bytes: float) -> list[list[nn.Parameter]]:
+def _fill(
+    parameters: Sequence[nn.Parameter], bucket_bytes: float, servers: Mapping[nn.Parameter, int]
+) -> list[list[nn.Parameter]]:
+    def kind(p: nn.Parameter) -> tuple[object, ...]:
+        return p.dtype, p.device, servers.get(p)
+
     groups: list[list[nn.Parameter]] = []
     sizes: list[float] = []
     for p in parameters:
         limit = FIRST_BUCKET_BYTES if len(groups) == 1 else bucket_bytes
         fits = groups and sizes[-1] + p.nbytes <= limit
-        alike = groups and (groups[-1][0].dtype, groups[-1][0].device) == (p.dtype, p.device)
+        alike = groups and kind(groups[-1][0]) == kind(p)
         if fits and alike:
             groups[-1].append(p)
             sizes[-1] += p.nbytes

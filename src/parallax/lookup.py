@@ -20,7 +20,7 @@ from parallax.leases import Window
 from parallax.mesh import Column
 from parallax.message import Ask, Request
 from parallax.partitioning import by_size
-from parallax.plan import Placement
+from parallax.plan import REDUCED
 from parallax.rounds import Round
 from parallax.table import SKIPPED, Fetched, Stack, Table, cat
 from parallax.untraced import as_it_is, untraced
@@ -262,7 +262,7 @@ class _Apply(torch.autograd.Function):
             ctx.lookups.flush()
         grads, weight_grad = lookup.gradients(grad)
         if lookup.trainable:
-            if lookup.table.placement is Placement.ALLREDUCE:
+            if lookup.table.placement in REDUCED:
                 ctx.lookups.fail(
                     NotImplementedError(
                         f"{lookup.table.name!r}: backward through a graph that was made before the plan (rank "

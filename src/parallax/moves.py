@@ -13,7 +13,7 @@ from parallax.mesh import Column
 from parallax.optimizer import Optimizers
 from parallax.parameter import ShardedParameter, WatchedParameter, adopt, release
 from parallax.partitioning import Partitioning, Places
-from parallax.plan import ParameterPlan, Placement, Plan, Use
+from parallax.plan import REDUCED, ParameterPlan, Placement, Plan, Use
 from parallax.table import Table
 from parallax.whole import WholeReads
 
@@ -45,7 +45,7 @@ class Moves:
     def apply(self, plan: Plan) -> None:
         """Every table to its place; all ranks together, if one of them is spread already."""
         for name, table in list(self.reduced.items()):
-            if plan[name].placement is not Placement.ALLREDUCE:
+            if plan[name].placement not in REDUCED:
                 del self.reduced[name]
                 self.order.remove(name)
                 self.sparse.discard(table.parameter)
@@ -59,10 +59,7 @@ class Moves:
 
     def place(self, table: Table, decided: ParameterPlan) -> None:
         p, placement = table.parameter, decided.placement
-        if (
-            table.placement in (Placement.ALLREDUCE, Placement.GATHER, Placement.SHARDED)
-            and table.placement != placement
-        ):
+        if table.placement in (*REDUCED, Placement.GATHER, Placement.SHARDED) and table.placement != placement:
             torch.compiler.reset()  # graphs would not notice that the parameter has another class
         if placement is Placement.SHARDED:
             self.shard(table, decided.owners)
@@ -70,7 +67,7 @@ class Moves:
             move_table(table, None, self._optimizers, self._comm)
             adopt(p, WatchedParameter, table, self._lookups, self._reads)
         table.placement = placement
-        if placement is Placement.ALLREDUCE:
+        if placement in REDUCED:
             release(p)
             if table.sparse_grad and Use.DENSE not in table.use:
                 self.sparse.add(p)

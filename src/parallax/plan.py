@@ -37,10 +37,16 @@ class Placement(str, enum.Enum):
     """A copy on each rank; the touched rows of the gradient are gathered from all ranks."""
     SHARDED = "sharded"
     """Rows interleaved over owners; rows are pulled and row gradients pushed. Updated by its owner."""
+    SERVED = "served"
+    """A copy on each rank; one of them, its server, adds up the gradients of all and hands out the sum."""
     LOCAL = "local"
     """A copy on each rank; nothing travels (one worker, or a frozen parameter)."""
     WATCHED = "watched"
     """Not used yet: a copy on each rank until a step uses it."""
+
+
+REDUCED = (Placement.ALLREDUCE, Placement.SERVED)
+"""The whole gradient is added up."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -116,9 +122,10 @@ class ParameterPlan:
     """The decision for one parameter.
 
     `owners` maps partition p (the rows r with r mod len(owners) == p) to the rank that holds it; it is
-    empty unless the placement is SHARDED. `bytes_per_step` is what one worker sends in one step, predicted
-    from alpha (`cost.bytes_per_step`). Where the links are known, `seconds` is what the parameter adds to a step, and
-    `runner_up` the best of the other placements, with its figures.
+    empty unless the placement is SHARDED. `server` is the rank that adds up, for placement SERVED alone.
+    `bytes_per_step` is what one worker sends in one step, predicted from alpha (`cost.bytes_per_step`). Where the links
+    are known, `seconds` is what the parameter adds to a step, and `runner_up` the best of the other placements, with
+    its figures.
     """
 
     name: str
@@ -127,6 +134,7 @@ class ParameterPlan:
     alpha: float
     placement: Placement
     owners: tuple[int, ...] = ()
+    server: int | None = None
     bytes_per_step: float = 0.0
     reason: str
     seconds: float | None = None
@@ -134,7 +142,17 @@ class ParameterPlan:
     runner_up_seconds: float | None = None
     runner_up_bytes: float | None = None
 
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Those that hold or add up more of it than others: its owners, or its server."""
+        return self.owners if self.server is None else (self.server,)
+
     def __post_init__(self) -> None:
+        if (self.server is not None) != (self.placement is Placement.SERVED):
+            raise ValueError(
+                f"plan of {self.name!r}: a server is given for placement 'served' and for no other, "
+                f"got placement {self.placement.value!r} with server {self.server}"
+            )
         if bool(self.owners) != (self.placement is Placement.SHARDED):
             raise ValueError(
                 f"plan of {self.name!r}: owners are given for placement 'sharded' and for no other, "

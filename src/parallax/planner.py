@@ -62,6 +62,8 @@ def make_plan(
     usual = config.partitions if isinstance(config.partitions, int) else max(world_size, config.min_partitions)
     counts = {p.name: (partitions or {}).get(p.name, usual) for p in profiles}
     owners = {name: owners_of(count, world_size, topology) for name, count in counts.items()}
+    if config.architecture == "ps":
+        owners = _on_servers(profiles, [way for way, _ in decided], counts, world_size)
     if topology is None:
         plans = [
             _plan(profile, placement, reason, owners[profile.name], world_size, wire)
@@ -99,6 +101,23 @@ def owners_of(num_partitions: int, world_size: int, topology: Topology | None) -
     return tuple(p % world_size for p in range(num_partitions))
 
 
+def _on_servers(
+    profiles: Sequence[ParameterProfile], placements: Sequence[Placement], counts: Mapping[str, int], world_size: int
+) -> dict[str, tuple[int, ...]]:
+    """The ranks that serve each parameter: the largest first, each to those that serve the fewest bytes so far."""
+    loads = [0.0] * world_size
+    owners = {}
+    for i in sorted(range(len(profiles)), key=lambda i: -profiles[i].num_bytes):
+        profile, placement = profiles[i], placements[i]
+        num_parts = 1 if placement is Placement.SERVED else counts[profile.name]
+        least = sorted(sorted(range(world_size), key=loads.__getitem__)[:num_parts])
+        owners[profile.name] = tuple(least[part % len(least)] for part in range(num_parts))
+        if placement in (Placement.SERVED, Placement.SHARDED):
+            for rank in owners[profile.name]:
+                loads[rank] += profile.num_bytes / num_parts
+    return owners
+
+
 def _plan(
     profile: ParameterProfile,
     placement: Placement,
@@ -117,6 +136,7 @@ def _plan(
         alpha=profile.alpha,
         placement=placement,
         owners=owners if placement is Placement.SHARDED else (),
+        server=owners[0] if placement is Placement.SERVED else None,
         bytes_per_step=bytes_per_step(profile, placement, world_size, wire),
         reason=reason,
         seconds=seconds,
@@ -232,8 +252,8 @@ def _impossible(profile: ParameterProfile, placement: Placement, config: Config)
     if not profile.trainable and not profile.meta:
         return "it is frozen, so nothing travels"
     if placement is Placement.SHARDED:
-        if config.architecture != "hybrid":
-            return f"Config.architecture={config.architecture!r} keeps every parameter on every worker"
+        if config.architecture == "allreduce":
+            return "Config.architecture='allreduce' keeps every parameter on every worker"
         if Use.DENSE in profile.use and not profile.meta:
             return "it is used whole, and owners only give out rows"
         return profile.across_rows
@@ -276,16 +296,18 @@ def _decide(profile: ParameterProfile, world_size: int, config: Config) -> tuple
     if not profile.use:
         return Placement.WATCHED, "not used yet: decided when a step uses it"
     if Use.DENSE in profile.use:
-        return _decide_dense(profile, world_size)
+        return _decide_dense(profile, config)
     return _decide_looked_up(profile, world_size, config)
 
 
-def _decide_dense(profile: ParameterProfile, world_size: int) -> tuple[Placement, str]:
+def _decide_dense(profile: ParameterProfile, config: Config) -> tuple[Placement, str]:
     if profile.by_frequency:
         raise ValueError(
             f"parameter {profile.name!r} is looked up with scale_grad_by_freq=True and also used whole; counting "
             f"lookups over all workers works for parameters that are only looked up"
         )
+    if config.architecture == "ps":
+        return Placement.SERVED, "used whole: one worker adds up its gradients, and hands out the sum"
     if Use.LOOKUP in profile.use:
         return Placement.ALLREDUCE, (
             "looked up and also used whole (as a tied weight is): its gradient has a value for every row, so "
@@ -297,9 +319,10 @@ def _decide_dense(profile: ParameterProfile, world_size: int) -> tuple[Placement
 def _decide_looked_up(profile: ParameterProfile, world_size: int, config: Config) -> tuple[Placement, str]:
     seen = _seen(profile, config)
     _check_lazy(profile, config)
-    if config.architecture == "hybrid":
+    if config.architecture != "allreduce":
         if profile.across_rows:
-            return Placement.ALLREDUCE, (f"{seen}, but {profile.across_rows}, so every worker needs the whole gradient")
+            whole = Placement.SERVED if config.architecture == "ps" else Placement.ALLREDUCE
+            return whole, (f"{seen}, but {profile.across_rows}, so every worker needs the whole gradient")
         here, there = Placement.SHARDED, Placement.ALLREDUCE
         how = "rows live on their owners"
     elif config.sparse_allreduce == "gather" or profile.by_frequency:
@@ -314,7 +337,7 @@ def _decide_looked_up(profile: ParameterProfile, world_size: int, config: Config
 
 def _decide_renormed(profile: ParameterProfile, config: Config) -> tuple[Placement, str]:
     """Rows that a lookup may change live in one place, from the start."""
-    if config.architecture != "hybrid":
+    if config.architecture == "allreduce":
         raise ValueError(
             f"parameter {profile.name!r} is looked up with max_norm, which changes rows where they live, "
             f"but Config.architecture={config.architecture!r} keeps a copy on every worker; use "
@@ -325,7 +348,7 @@ def _decide_renormed(profile: ParameterProfile, config: Config) -> tuple[Placeme
 
 def _decide_meta(profile: ParameterProfile, world_size: int, config: Config) -> tuple[Placement, str]:
     """A parameter that has never existed whole, and must not."""
-    if config.architecture != "hybrid":
+    if config.architecture == "allreduce":
         raise ValueError(
             f"parameter {profile.name!r} was built on the meta device, to be split over the workers, but "
             f"Config.architecture={config.architecture!r} keeps every parameter on every worker; build it on "

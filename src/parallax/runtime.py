@@ -19,7 +19,7 @@ import functools
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -715,10 +715,18 @@ class Runtime:
         seen = {name: p.num_rows_touched for name, p in self.profiles.items() if p.num_rows_touched and not p.renormed}
         self.rounds.stacks = stacked(list(self.tables.values()), seen, self.comm.agents)
         bucketed = [self.parameters[name] for name in self.moves.order if name not in self.tables]
-        if [id(p) for b in self.dense.buckets for p in b.parameters] != [id(p) for p in bucketed]:
-            self.dense = self._buckets(bucketed, self.hooks)
+        servers = {self.parameters[p.name]: p.server for p in self.plan if p.server is not None}
+        if [(id(p), b.server) for b in self.dense.buckets for p in b.parameters] != [
+            (id(p), servers.get(p)) for p in bucketed
+        ]:
+            self.dense = self._buckets(bucketed, self.hooks, servers)
 
-    def _buckets(self, parameters: Sequence[nn.Parameter], hooks: ParameterHooks | None) -> DenseGradients:
+    def _buckets(
+        self,
+        parameters: Sequence[nn.Parameter],
+        hooks: ParameterHooks | None,
+        servers: Mapping[nn.Parameter, int] | None = None,
+    ) -> DenseGradients:
         return DenseGradients(
             self.comm,
             parameters,
@@ -728,6 +736,7 @@ class Runtime:
             sparse=self.moves.sparse,
             before=self._before,
             hooks=hooks,
+            servers=servers or {},
         )
 
     def _exchanged(self) -> list[Table]:

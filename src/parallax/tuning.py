@@ -338,7 +338,7 @@ def _with_measured(plan: Plan, everyone: Sequence[_Watched], wire: WireDtype) ->
     coefficients = plan.coefficients or Coefficients()
     chosen = [(profile, plan[profile.name]) for profile in plan.profiles]
     work = shared_cost([(profile, p.placement) for profile, p in chosen], topology, coefficients).work
-    work += sum(parameter_cost(f, p.placement, topology, coefficients, owners=p.owners).work for f, p in chosen)
+    work += sum(parameter_cost(f, p.placement, topology, coefficients, owners=p.ranks).work for f, p in chosen)
     plan = dataclasses.replace(
         plan,
         measured=measured,
