@@ -19,7 +19,7 @@ HOW = {
     Placement.SHARDED: "with its rows on their owners",
 }
 
-MARGIN = 0.05
+MARGIN = 0.02
 """See `keep` of `make_plan`."""
 
 
