@@ -168,6 +168,19 @@ class TestWork:
         assert self._work(Placement.SHARDED, c, sparse_gradient=True) == pytest.approx(touched * 1e6 / 4)
         assert self._work(Placement.GATHER, c, sparse_gradient=True) == pytest.approx(touched * 1e6)
 
+    def test_sparse_gradients_are_made_dense_and_sparse_again_to_be_reduced(self) -> None:
+        touched = 1 - 0.95**4  # of the rows, by any worker
+        for priced, dense, sparse in [
+            ({"update": 1.0}, 1e6, 0),
+            ({"update_rows": 1.0}, 0, touched * 1e6),
+            ({"fresh": 1.0}, 1e6, 1e6 + touched * 1e6),
+            ({"merge": 1.0}, 50_000, 2 * 50_000 + touched * 1e6),
+            ({"copy": 1.0}, 2e6, 2e6 - touched * 1e6),  # rows are picked instead
+        ]:
+            c = dataclasses.replace(FREE, **priced)
+            assert self._work(Placement.ALLREDUCE, c) == pytest.approx(dense, abs=1e-6)
+            assert self._work(Placement.ALLREDUCE, c, sparse_gradient=True) == pytest.approx(sparse, abs=1e-6)
+
     def test_gathered_rows_are_merged_everywhere(self) -> None:
         c = dataclasses.replace(FREE, merge=1.0)
         assert self._work(Placement.GATHER, c) == pytest.approx(50_000 * (1 + 4))

@@ -23,8 +23,8 @@ LOG = logging.getLogger("parallax")
 MAX_AGE = 86400.0
 """Seconds after which links are measured again: host names stay when networks change."""
 
-LONG_SECONDS = 0.015
-"""A message that takes so long tells the bandwidth; larger ones are not tried."""
+LONG_SECONDS = 0.06
+"""A message that takes so long tells the bandwidth, whatever is thought of latency; larger ones are not tried."""
 REPEAT_SECONDS = 0.1
 """For so long each kind of message is sent again, but two to eight times."""
 SMALL_BYTES, MOST_BYTES = 2**10, 2**23
