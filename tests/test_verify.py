@@ -495,7 +495,7 @@ def test_a_factory_that_fails_is_shown_with_its_place(
         ([], "the following arguments are required: FACTORY"),
         (["a:b", "--steps=0"], "expected a whole number of steps, at least 1, got '0'"),
         (["a:b", "--nproc=0"], "expected a whole number of workers, at least 1, got '0'"),
-        (["a:b", "--architecture=ps"], "invalid choice: 'ps'"),
+        (["a:b", "--architecture=horovod"], "invalid choice: 'horovod'"),
     ],
 )
 def test_wrong_command_lines(argv: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
