@@ -29,7 +29,7 @@ from parallax.foresight import NUM_TURNS, TURN_STEPS
 
 
 def by_naive_servers(model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
-    """Each parameter whole on one server; workers of a machine do not merge, and nothing travels early."""
+    """Each parameter whole on one server; workers of a machine do not merge, and row gradients leave at the end."""
     os.environ["PARALLAX_MACHINE"] = f"of worker {dist.get_rank()}"
     try:
         return by_parallax(model, optimizer, architecture="ps", partitions=1, overlap=False)

@@ -95,6 +95,23 @@ def test_all_may_send_before_any_receives(world_size: int, num_bytes: int) -> No
         at_once(world_size, exchange)
 
 
+def test_all_may_wait_for_each_other_before_any_receives() -> None:
+    """More is under way between each two than the buffers of a connection hold."""
+
+    def exchange(rank: int) -> None:
+        peers = [p for p in range(3) if p != rank]
+        for peer in peers:
+            meshes[rank].send(peer, Kind.SHARD, [memoryview(message(rank, peer, 20 * MIB))])
+        meshes[rank].finish()
+        for peer in peers:
+            inbox = bytearray(20 * MIB)
+            meshes[rank].receive(peer, Kind.SHARD, [memoryview(inbox)])
+            assert inbox == message(peer, rank, 20 * MIB)
+
+    with connected(3) as meshes:
+        at_once(3, exchange)
+
+
 def test_a_ring_in_which_each_waits_for_the_next() -> None:
     """Rank 0 takes in nothing of rank 2 until rank 1, which first waits for rank 2, has sent."""
 
@@ -382,15 +399,21 @@ def bucket(rank: int, size: int, dtype: torch.dtype) -> torch.Tensor:
     return (1000 * values).to(dtype) if dtype is torch.int64 else values.to(dtype)
 
 
-def reduce_all(sizes: list[int]) -> list[list[torch.Tensor]]:
-    """All buckets of a dtype are under way at once."""
-    run = comm.Comm(torch.device("cpu"), timeout=20.0)
-    found = []
-    for dtype in DTYPES:
-        under_way = [run.all_reduce(bucket(run.rank, size, dtype)) for size in sizes]
-        found.append([run.wait(reduction) for reduction in under_way])
-    run.close()
-    return found
+def reduce_all(sizes: list[int], served: bool, direct_bytes: int) -> list[list[torch.Tensor]]:
+    """All buckets are under way at once."""
+    comm.DIRECT_BYTES = direct_bytes
+    try:
+        run = comm.Comm(torch.device("cpu"), timeout=20.0)
+        under_way = []
+        for size in sizes:  # dtypes take turns: what has 16 bits is not added up by machines first
+            for dtype in DTYPES:
+                server = len(under_way) % run.world_size if served else None
+                under_way.append(run.all_reduce(bucket(run.rank, size, dtype), server))
+        found = [run.wait(reduction) for reduction in under_way]
+        run.close()
+    finally:
+        comm.DIRECT_BYTES = 2**20
+    return [found[number :: len(DTYPES)] for number in range(len(DTYPES))]
 
 
 on_machines = pytest.mark.parametrize(("world_size", "per_machine"), [(2, 2), (3, 3), (4, 4), (4, 2)])
@@ -398,11 +421,12 @@ on_machines = pytest.mark.parametrize(("world_size", "per_machine"), [(2, 2), (3
 
 
 @on_machines
+@pytest.mark.parametrize(("served", "direct_bytes"), [(False, 2**20), (True, 2**20), (True, 4000)])
 def test_small_buckets_of_all_dtypes_and_sizes(
-    world_size: int, per_machine: int, monkeypatch: pytest.MonkeyPatch
+    world_size: int, per_machine: int, served: bool, direct_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANKS_PER_MACHINE", str(per_machine))
-    found = ranks.run(world_size, reduce_all, SIZES)
+    found = ranks.run(world_size, reduce_all, SIZES, served, direct_bytes)
     for number, dtype in enumerate(DTYPES):
         wide = {torch.float16: torch.float32, torch.bfloat16: torch.float32}.get(dtype, dtype)
         for i, size in enumerate(SIZES):

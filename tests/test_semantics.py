@@ -386,3 +386,25 @@ def placement_after_a_late_whole_use() -> list[str]:
 
 def test_the_plan_says_where_a_table_lives() -> None:
     assert ranks.run(2, placement_after_a_late_whole_use) == [["sharded", "allreduce", n] for n in "32"]
+
+
+def layouts_of_one_rank() -> list[str]:
+    """The layout of a gradient, step by step; from the third on, rank 1 alone looks up with another one, too."""
+    embedding = nn.Embedding(9, 2, sparse=True)
+    optimizer = torch.optim.SGD(embedding.parameters(), lr=0.1)
+    parallax.distribute(embedding, optimizer)
+    found = []
+    for step in range(5):
+        optimizer.zero_grad()
+        ids = torch.tensor([step, parallax.rank()])
+        loss = embedding(ids).sum()
+        if step >= 2 and parallax.rank() == 1:
+            loss = loss + F.embedding(ids, embedding.weight, sparse=False).sum()
+        loss.backward()
+        found.append(str(embedding.weight.grad.layout))
+        optimizer.step()
+    return found
+
+
+def test_the_layout_of_a_gradient_is_the_same_on_all_ranks() -> None:
+    assert ranks.run(2, layouts_of_one_rank) == [["torch.sparse_coo"] * 2 + ["torch.strided"] * 3] * 2

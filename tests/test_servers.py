@@ -1,6 +1,7 @@
 """`Config(architecture="ps")`: parameters live on servers, each on the one that serves the fewest bytes so far.
 
-That it trains as one device does is in `test_exactness` and `test_cases`, with the other architectures.
+That it trains as one device does is in `test_exactness`, with the other architectures, and for buckets of all sizes
+here; buckets of all dtypes are summed in `test_mesh`.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from parallax.plan import ParameterPlan, ParameterProfile, Placement, Plan, Use
 from parallax.planner import make_plan
 
 SERVERS = Config(architecture="ps")
-WIDE = 600
-"""A square of it is more than the mesh takes in other architectures (`comm.DIRECT_BYTES`)."""
+WIDE = 500
+"""A square of it goes over the mesh in single precision (`comm.DIRECT_BYTES`), and not in double precision."""
 
 
 def dense(name: str, *shape: int) -> ParameterProfile:
@@ -73,11 +74,12 @@ def test_plans_with_servers_are_saved_and_read() -> None:
         ParameterPlan(name="w", shape=(3,), use=Use.DENSE, alpha=1.0, placement=Placement.SERVED, reason="")
 
 
-def large(world_size: int, wire: str = "float32") -> Case:
+def large(world_size: int) -> Case:
+    """Two parameters that are too large for the mesh, on different servers, and others."""
     generator = torch.Generator().manual_seed(1)
     inputs = torch.rand(3, world_size, 2, WIDE, generator=generator, dtype=torch.float64)
     return Case(
-        model=lambda: nn.Sequential(nn.Linear(WIDE, WIDE), nn.Linear(WIDE, 1)).double(),
+        model=lambda: nn.Sequential(nn.Linear(WIDE, WIDE), nn.Linear(WIDE, WIDE + 1), nn.Linear(WIDE + 1, 1)).double(),
         optimizers=lambda model: torch.optim.Adagrad(model.parameters(), lr=0.01),
         batches=[list(step) for step in inputs],
         loss=lambda model, batch: model(batch).square().mean(),
@@ -136,3 +138,32 @@ def test_one_worker_of_a_machine_sends_for_all(monkeypatch: pytest.MonkeyPatch) 
     found = ranks.run(4, bytes_sent)  # servers are rank 0, for what is large, and rank 1
     assert [sent for sent, _, _ in found] == [size, small, size, small]
     assert [inside for _, inside, _ in found] == [size + small] * 4
+
+
+def rounded(wire: str, architecture: str) -> list[torch.Tensor]:
+    """The weights of a model of small layers in two precisions, after three steps."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 8, dtype=dtype) for dtype in (torch.float32, torch.float64) * 3]
+    optimizer = torch.optim.SGD([p for layer in layers for p in layer.parameters()], lr=0.01)
+    model = nn.ModuleList(layers)
+    parallax.distribute(model, optimizer, config=parallax.Config(architecture=architecture, wire_dtype=wire))
+    for step in range(3):
+        x = torch.linspace(0, 1 + step + parallax.rank(), 16).view(2, 8)
+        optimizer.zero_grad()
+        for layer in model:
+            x = layer(x.to(layer.weight.dtype)).tanh()
+        x.square().mean().backward()
+        optimizer.step()
+    return [p.detach().double().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("architecture", ["hybrid", "ps"])
+def test_what_is_rounded_does_not_overtake_what_machines_add_up(
+    architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANKS_PER_MACHINE", "2")
+    found, exact = (ranks.run(4, rounded, wire, architecture) for wire in ("bfloat16", "float32"))
+    for weights in found:
+        for mine, first, right in zip(weights, found[0], exact[0], strict=True):
+            assert torch.equal(mine, first)
+            torch.testing.assert_close(mine, right, rtol=1e-2, atol=1e-3)

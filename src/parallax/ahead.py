@@ -116,11 +116,11 @@ class Ordered:
         return both
 
     def not_leased(self, leases: Sequence[torch.Tensor], num_held: int) -> torch.Tensor:
-        """Numbers in `positions` (sorted) of the rows that are not in `leases`, which are positions, too."""
+        """Numbers in `positions` (sorted) of rows that were not sent and are not in `leases`, which are positions."""
         leased = torch.zeros(num_held, dtype=torch.bool, device=self.positions.tensor.device)
         for positions in leases:
             leased.index_fill_(0, positions.long(), True)
-        return (~leased[self.positions.tensor]).nonzero().squeeze(1)
+        return (~leased[self.positions.tensor] & self._missing).nonzero().squeeze(1)
 
     def missing(self) -> torch.Tensor:
         """Numbers in `positions` (sorted) of what was not sent, or was found to have changed."""

@@ -1,7 +1,7 @@
 """The only file that calls collectives.
 
 A run has three ways to talk, so that none waits for another: the messages of rounds (`exchange`, `swap`) and small
-buckets of dense gradients, which go over a mesh of connections on the CPU and over a process group on NCCL; large
+buckets of dense gradients, which go over a mesh of connections on the CPU and over a process group on NCCL; other
 buckets (`all_reduce`), on a process group; and the launcher's store, where a rank that fails leaves word. With one
 worker there is no process group and every call is a local copy.
 """
@@ -32,8 +32,8 @@ from parallax.mesh import Column, FailedError, Kind, Mesh, memory_of
 T = TypeVar("T")
 
 DIRECT_BYTES = 2**20
-"""Up to this size an AllReduce on the CPU goes over the mesh: each rank sums a part. It takes 2 messages one after the
-other, where a ring takes 2(N-1); a ring goes on while backward computes."""
+"""So much is under way over the mesh at most to be summed, on the CPU: each rank sums a part. It takes 2 messages one
+after the other, where a ring takes 2(N-1); a ring goes on while backward computes."""
 
 STORE_SECONDS = 4.0
 """How long a rank that stops tries to learn from the launcher's store what has happened."""
@@ -68,7 +68,8 @@ def is_initialized() -> bool:
 
 @dataclasses.dataclass
 class Sent:
-    """Bytes that this rank has sent, by purpose. An AllReduce counts as a ring: 2(N-1)/N of its buffer."""
+    """Bytes that this rank has sent, by purpose. An AllReduce counts as a ring: 2(N-1)/N of its buffer;
+    with a server, as once to it, and from it to each."""
 
     headers: int = 0
     tables: int = 0
@@ -91,9 +92,11 @@ class Level:
 
     def part(self, buffer: torch.Tensor, i: int) -> torch.Tensor:
         """What the i-th of the ranks sums."""
-        if self.server is None:
-            return buffer.tensor_split(len(self.ranks))[i]
-        return buffer if i == self.server else buffer[:0]
+        if self.server is not None:
+            return buffer if i == self.server else buffer[:0]
+        size, num_longer = divmod(len(buffer), len(self.ranks))  # as tensor_split, without the other parts
+        start = i * size + min(i, num_longer)
+        return buffer[start : start + size + (i < num_longer)]
 
 
 @dataclasses.dataclass(eq=False)
@@ -103,6 +106,8 @@ class Reduction:
     buffer: torch.Tensor
     work: dist.Work | None = None
     """None: it goes over the mesh, or there is one rank only."""
+    server: int | None = None
+    """`work` is a sum on this rank, to be handed out."""
     levels: Sequence[Level] = ()
     """Groups of ranks among which it is summed, one after the other."""
     is_summed: bool = False
@@ -256,11 +261,14 @@ class Comm:
         if self.world_size == 1:
             return Reduction(buffer)
         with self._watching("starting an AllReduce"):
-            if self._mesh is None and server is not None:
-                self.sent.dense += buffer.nbytes * (len(self.peers) if server == self.rank else 1)
-                dist.reduce(buffer, server, group=self._buckets, async_op=True)
-                return Reduction(buffer, dist.broadcast(buffer, server, group=self._buckets, async_op=True))
-            if self._mesh is None or (server is None and buffer.nbytes > DIRECT_BYTES):
+            # All ranks start the same sums in the same order, so they agree in what is under way.
+            under_way = sum(reduction.buffer.nbytes for reduction in self._reducing)
+            if self._mesh is None or under_way + buffer.nbytes > DIRECT_BYTES:
+                if server is not None:
+                    self.sent.dense += buffer.nbytes * (len(self.peers) if server == self.rank else 1)
+                    plain = torch.view_as_real(buffer) if buffer.is_complex() else buffer
+                    work = dist.reduce(plain, server, group=self._buckets, async_op=True)
+                    return Reduction(buffer, work, server)
                 self.sent.dense += 2 * buffer.nbytes * (self.world_size - 1) // self.world_size
                 return Reduction(buffer, dist.all_reduce(buffer, group=self._buckets, async_op=True))
             # In 16 bits, what a machine has added up would be rounded once more.
@@ -280,7 +288,7 @@ class Comm:
                     self.sent.dense += num_bytes
                 else:
                     self.sent.inside += num_bytes
-            self._scatter(self._mesh, buffer, levels[0])
+            self._scatter(self._mesh, buffer, levels[0], Kind.SHARD)
             self._reducing.append(Reduction(buffer, levels=levels))
             return self._reducing[-1]
 
@@ -296,6 +304,8 @@ class Comm:
         if reduction.work is not None:
             with self._watching("waiting for an AllReduce"):
                 reduction.work.wait()
+                if reduction.server is not None:
+                    dist.broadcast(reduction.buffer, reduction.server, group=self._buckets)
         elif self._mesh is not None:
             with self._watching("waiting for an AllReduce") as waiting:
                 self._sum(self._mesh, reduction, waiting)
@@ -303,20 +313,21 @@ class Comm:
                 self._reducing.remove(reduction)
         return reduction.buffer
 
-    def _scatter(self, mesh: Mesh, buffer: torch.Tensor, level: Level) -> None:
+    def _scatter(self, mesh: Mesh, buffer: torch.Tensor, level: Level, kind: Kind) -> None:
         """To each rank of a level its part of what is to be summed."""
         for i, peer in self._after_me(level.ranks):
             if len(part := level.part(buffer, i)):
-                mesh.send(peer, Kind.SHARD, [memory_of(part)])
+                mesh.send(peer, kind, [memory_of(part)])
 
     def _sum(self, mesh: Mesh, reduction: Reduction, waiting: _Waiting) -> None:
         """Sums what `_scatter` has sent, each part on one rank; on several levels, the sums of groups after that."""
         parts = [reduction.buffer]
         if not reduction.is_summed:
             for level in reduction.levels:
-                if len(parts) > 1:
-                    self._scatter(mesh, parts[-1], level)
-                parts.append(self._reduce(mesh, parts[-1], level, waiting))
+                kind = Kind.SHARD if level is reduction.levels[0] else Kind.MACHINE
+                if kind is Kind.MACHINE:
+                    self._scatter(mesh, parts[-1], level, kind)
+                parts.append(self._reduce(mesh, parts[-1], level, kind, waiting))
             self._send_sum(mesh, parts[-1], reduction.levels[-1])
         for number, level in reversed(list(enumerate(reduction.levels))):
             for i, peer in reversed(self._after_me(level.ranks)):
@@ -326,7 +337,7 @@ class Comm:
             if number:
                 self._send_sum(mesh, parts[number], reduction.levels[number - 1])
 
-    def _reduce(self, mesh: Mesh, buffer: torch.Tensor, level: Level, waiting: _Waiting) -> torch.Tensor:
+    def _reduce(self, mesh: Mesh, buffer: torch.Tensor, level: Level, kind: Kind, waiting: _Waiting) -> torch.Tensor:
         """Returns this rank's part of `buffer`, which is summed over a level."""
         me = level.ranks.index(self.rank)
         own = level.part(buffer, me)
@@ -337,7 +348,7 @@ class Comm:
         memory, size = memory_of(parts), own.nbytes
         for i, peer in reversed(self._after_me(level.ranks)):
             waiting.on(peer)
-            mesh.receive(peer, Kind.SHARD, [memory[i * size : (i + 1) * size]])
+            mesh.receive(peer, kind, [memory[i * size : (i + 1) * size]])
         return torch.sum(parts, 0, out=own)  # in rank order; half precision is summed in single
 
     def _send_sum(self, mesh: Mesh, own: torch.Tensor, level: Level) -> None:
@@ -356,7 +367,7 @@ class Comm:
             [level] = reduction.levels
             if len(level.part(reduction.buffer, self.rank)) and not all(mesh.has(p, Kind.SHARD) for p in self.peers):
                 return
-            self._send_sum(mesh, self._reduce(mesh, reduction.buffer, level, waiting), level)
+            self._send_sum(mesh, self._reduce(mesh, reduction.buffer, level, Kind.SHARD, waiting), level)
             reduction.is_summed = True
         mesh.start()
 
@@ -642,7 +653,7 @@ class Comm:
             return
         if self._mesh is not None:
             if wait:
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(OSError, FailedError):
                     self._mesh.finish()
             self._mesh.close()
         for group in (self._rounds, self._buckets):

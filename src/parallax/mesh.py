@@ -38,6 +38,9 @@ CONNECT_SECONDS = 60.0
 TRY_SECONDS = 5.0
 """How long one address is tried before the next."""
 
+STALL_SECONDS = 0.1
+"""After that, who waits for the system to take over messages reads what has come."""
+
 _PREFIX = struct.Struct("<qq")  # kind, bytes that follow
 _HELLO = struct.Struct("<16sq")  # token of the run, rank
 _WELCOME = b"!"  # answer to a hello, and the caller's to that
@@ -56,7 +59,10 @@ class Kind(enum.IntEnum):
     """The sum."""
     EARLY = 3
     """Gradients that need not wait for the next round, which tells of them (`Comm.post`)."""
-    FAILED = 4
+    MACHINE = 4
+    """A part of what a machine has added up, to the rank that sums it over machines. It has a kind of its own: what is
+    not added up by machines first leaves sooner, also if it was begun later."""
+    FAILED = 5
     """The sender has failed; nothing follows."""
 
 
@@ -180,16 +186,25 @@ class Mesh:
             return len(self._open[peer] or b"")
         self._open[peer] = None
         while True:
-            prefix = bytearray(_PREFIX.size)
-            self._receive(peer, [memoryview(prefix)])
-            number, num_bytes = _PREFIX.unpack(prefix)
+            number, num_bytes = self._next(peer)
             if number == kind:
-                return int(num_bytes)
-            if number == Kind.FAILED:
-                raise FailedError(f"rank {peer} has failed")
-            message = memoryview(bytearray(num_bytes))
-            self._receive(peer, [message])
-            self._early[peer, number].append(message)
+                return num_bytes
+            self._keep(peer, number, num_bytes)
+
+    def _next(self, peer: int) -> tuple[int, int]:
+        """Kind and bytes of the next message in the connection."""
+        prefix = bytearray(_PREFIX.size)
+        self._receive(peer, [memoryview(prefix)])
+        number, num_bytes = _PREFIX.unpack(prefix)
+        if number == Kind.FAILED:
+            raise FailedError(f"rank {peer} has failed")
+        return number, num_bytes
+
+    def _keep(self, peer: int, kind: int, num_bytes: int) -> None:
+        """Takes in a message for which nobody has asked yet."""
+        message = memoryview(bytearray(num_bytes))
+        self._receive(peer, [message])
+        self._early[peer, kind].append(message)
 
     def read(self, peer: int, into: Sequence[memoryview]) -> None:
         """Takes in the next bytes of the message that was opened; raises as `open` does."""
@@ -216,10 +231,26 @@ class Mesh:
         self._write_all()
 
     def finish(self) -> None:
-        """Waits until the system has taken over all that was sent."""
+        """Waits until the system has taken over all that was sent; no message is open. If it does not get on, takes in
+        what peers have sent: they may be waiting for that."""
         self._write_all()
+        deadline = time.monotonic() + self._timeout
         while self._waiting:
-            self._pump(None)
+            if self._pump(None, STALL_SECONDS) or self._take_in():
+                deadline = time.monotonic() + self._timeout
+            elif time.monotonic() > deadline:
+                raise TimeoutError("timed out")
+
+    def _take_in(self) -> bool:
+        """Takes in a message of each peer that is sending one; returns whether there was any."""
+        sending = []
+        for peer, connection in self._sockets.items():
+            with contextlib.suppress(OSError):  # gone: who needs it learns that
+                if connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
+                    sending.append(peer)
+        for peer in sending:
+            self._keep(peer, *self._next(peer))
+        return bool(sending)
 
     def tell_failure(self, seconds: float) -> None:
         """Tells every peer that this rank has failed, as far as that is possible within `seconds`."""
@@ -261,8 +292,8 @@ class Mesh:
         connection, left = self._sockets[peer], collections.deque(view for view in into if view)
         while left:
             writing = bool(self._waiting)
-            if writing:
-                self._pump(peer)
+            if writing and not self._pump(peer, self._timeout):
+                raise TimeoutError("timed out")
             try:
                 # Sleeps until all of it is there, not packet by packet, unless others wait for this rank meanwhile.
                 flags = socket.MSG_DONTWAIT if writing else socket.MSG_WAITALL
@@ -278,19 +309,19 @@ class Mesh:
                 raise ConnectionResetError("connection closed by peer")
             _drop(left, num_read)
 
-    def _pump(self, reading: int | None) -> None:
-        """Waits until something that was sent can leave, or there is something to read from `reading`."""
+    def _pump(self, reading: int | None, seconds: float) -> bool:
+        """Waits until something that was sent can leave, or there is something to read from `reading`, for `seconds` at
+        most; returns whether there was."""
         poll, peers = select.poll(), {}
         for peer in self._waiting | ({reading} if reading is not None else set()):
             events = (select.POLLOUT if peer in self._waiting else 0) | (select.POLLIN if peer == reading else 0)
             peers[self._sockets[peer].fileno()] = peer
             poll.register(self._sockets[peer], events)
-        ready = poll.poll(self._timeout * 1000)
-        if not ready:
-            raise TimeoutError("timed out")
+        ready = poll.poll(seconds * 1000)
         for descriptor, _ in ready:
             if peers[descriptor] in self._waiting:
                 self._write(peers[descriptor])
+        return bool(ready)
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:

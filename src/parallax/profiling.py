@@ -24,7 +24,7 @@ class Traffic:
     table_bytes: int = 0
     """Bytes sent for tables: ids, rows and row gradients, and rows that move to other owners."""
     dense_bytes: int = 0
-    """Bytes sent for dense gradients, by a ring AllReduce."""
+    """Bytes sent for dense gradients, reckoned as by a ring AllReduce, or to and from a server."""
     merging_bytes: int = 0
     """Bytes sent to workers of the same machine to merge what goes to others; 0 where workers do not merge."""
 

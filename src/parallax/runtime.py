@@ -471,7 +471,10 @@ class Runtime:
         return not self.exchange_dense and not self.hooks.any
 
     def _news(self) -> int:
-        seen = any(self._is_new(t) and t.seen is not Use.NONE for t in self.tables.values())
+        seen = any(
+            (self._is_new(t) and t.seen is not Use.NONE) or not t.seen_layouts <= t.layouts
+            for t in self.tables.values()
+        )
         new = self._loose or not all(map(self.dense.knows, self._kept))
         return Flag.NEWS if seen or new else 0
 
@@ -639,7 +642,7 @@ class Runtime:
             The parameters of these gradients, which are not added to earlier ones yet.
         """
         mine = {
-            name: Seen(t.seen, t.num_rows_touched, t.parameter in self._loose, frozenset(t.layouts))
+            name: Seen(t.seen, t.num_rows_touched, t.parameter in self._loose, frozenset(t.seen_layouts))
             for name, t in self.tables.items()
         }
         order = [self.names[p] for p in self._loose]

@@ -102,8 +102,10 @@ class Table:
             self.width *= size
         self.placement = Placement.WATCHED
         self.partitioning: Partitioning | None = None
+        self.seen_layouts: set[bool] = set()
+        """Whether this rank's lookups asked for sparse=True."""
         self.layouts: set[bool] = set()
-        """Whether lookups asked for sparse=True."""
+        """Whether those of ranks did, as far as they have told each other."""
         self.by_frequency = False
         """The lookups asked for scale_grad_by_freq: gradients travel with a count of lookups behind each row."""
         self.lazy = False
@@ -143,7 +145,7 @@ class Table:
 
     def note_layout(self, sparse: bool) -> None:
         if torch.is_grad_enabled() and self.requires_grad:
-            self.layouts.add(sparse)
+            self.seen_layouts.add(sparse)
 
     @property
     def num_held(self) -> int:
