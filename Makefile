@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo test lint types test-gpu test-compat test-cluster fuzz paper peers plots clean
+.PHONY: help demo test lint types test-programs test-gpu test-compat test-cluster fuzz paper peers plots clean
 .DEFAULT_GOAL := help
 
 help:  ## say what can be made
@@ -13,8 +13,11 @@ help:  ## say what can be made
 demo: $(VENV)/.installed  ## train a language model on 4 workers and measure what they send (about two minutes)
 	$(VENV)/bin/parallax run --nproc 4 examples/lm/demo.py $(ARGS)
 
-test: lint types  ## lint, types, and all tests that need no GPU
+test: lint types  ## lint, types, and the tests that start no program of their own (minutes)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
+
+test-programs: $(VENV)/.installed-dev  ## whole programs from the command line, and compiled ones (two to four minutes)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -m programs --numprocesses 2 --dist loadfile $(ARGS)
 
 lint: $(VENV)/.installed-dev  ## ruff
 	$(VENV)/bin/ruff check .

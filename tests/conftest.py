@@ -12,7 +12,7 @@ torch.sparse.check_sparse_tensor_invariants.enable()
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests with these marks run when asked for (`-m gpu`), and are left out, not skipped, otherwise."""
-    for mark in ("gpu", "compat", "cluster"):
+    for mark in ("gpu", "compat", "programs", "cluster"):
         marked = [item for item in items if item.get_closest_marker(mark)]
         if marked and mark not in config.getoption("markexpr"):
             config.hook.pytest_deselected(items=marked)

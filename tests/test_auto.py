@@ -254,6 +254,7 @@ def _assert_equal(actual: Any, expected: Any) -> None:
         assert actual == expected
 
 
+@pytest.mark.programs
 def test_a_program_has_the_numbers_of_one_device(
     start: Callable[..., Run],
     tmp_path: Path,
@@ -275,6 +276,7 @@ def test_a_program_has_the_numbers_of_one_device(
     assert (seen[0]["path"], seen[0]["file"]) == (str(run.folder), "program.py")
 
 
+@pytest.mark.programs
 def test_several_models_with_whole_batches_on_each_worker(
     start: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -284,6 +286,7 @@ def test_several_models_with_whole_batches_on_each_worker(
     _assert_equal(torch.load(run.folder / "out.pt"), torch.load("out.pt"))
 
 
+@pytest.mark.programs
 def test_what_is_not_understood_is_an_error_and_shown_once(start: Callable[..., Run]) -> None:
     run = start(ERRORS, "program.py", ".")
     status, out, err = run.wait()
@@ -317,6 +320,7 @@ def test_what_is_not_understood_is_an_error_and_shown_once(start: Callable[..., 
     ]
 
 
+@pytest.mark.programs
 def test_decisions_by_a_workers_own_loss_are_noticed(start: Callable[..., Run]) -> None:
     status, _, err = start(PLATEAU, "program.py").wait()
     assert status == 1

@@ -131,6 +131,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Run]]:
         run.process.wait()
 
 
+@pytest.mark.programs
 def test_workers_see_what_a_program_started_by_hand_sees(runs: dict[str, Run]) -> None:
     run = runs["arguments"]
     assert (run.wait(), run.stderr()) == (0, "")
@@ -144,12 +145,14 @@ def test_workers_see_what_a_program_started_by_hand_sees(runs: dict[str, Run]) -
         assert int(str(seen["OMP_NUM_THREADS"])) == max(1, len(os.sched_getaffinity(0)) // 2)
 
 
+@pytest.mark.programs
 def test_a_module_is_run_like_python_m(runs: dict[str, Run]) -> None:
     run = runs["module"]
     assert (run.wait(), run.stderr()) == (0, "")
     assert [seen["RANK"] for seen in run.workers()] == ["0", "1", "2"]
 
 
+@pytest.mark.programs
 def test_runs_at_once_have_their_own_ports(runs: dict[str, Run]) -> None:
     names = ("arguments", "module", "kill")
     ports = [{seen["MASTER_PORT"] for seen in runs[name].workers()} for name in names]
@@ -157,12 +160,14 @@ def test_runs_at_once_have_their_own_ports(runs: dict[str, Run]) -> None:
     assert len(set.union(*ports)) == len(names)
 
 
+@pytest.mark.programs
 def test_the_exit_status_is_the_failing_workers(runs: dict[str, Run]) -> None:
     run = runs["status"]
     assert run.wait() == 7
     assert run.stderr() == "parallax run: worker 0 failed with exit code 7\n"
 
 
+@pytest.mark.programs
 def test_a_workers_traceback_is_not_buried_and_the_others_end(runs: dict[str, Run]) -> None:
     run = runs["fail"]
     workers = run.workers()
@@ -185,6 +190,7 @@ def test_a_workers_traceback_is_not_buried_and_the_others_end(runs: dict[str, Ru
     assert last == "parallax run: worker 1 failed with exit code 1"
 
 
+@pytest.mark.programs
 def test_ctrl_c_ends_all(runs: dict[str, Run]) -> None:
     run = runs["interrupt"]
     workers = run.workers()
@@ -198,6 +204,7 @@ def test_ctrl_c_ends_all(runs: dict[str, Run]) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends children with a killed parent")
+@pytest.mark.programs
 def test_no_worker_outlives_a_launcher_that_is_killed(runs: dict[str, Run]) -> None:
     run = runs["kill"]
     workers = run.workers()

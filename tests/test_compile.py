@@ -237,6 +237,7 @@ def small_batches() -> list[Any]:
     return [list(zip(*step, strict=True)) for step in zip(ids, targets, strict=True)]
 
 
+@pytest.mark.programs
 def test_inductor(tmp_path: Path) -> None:
     found = ranks.run(2, inductor_on_a_rank, str(tmp_path))
     this = dataclasses.replace(case(2, Small), batches=small_batches())

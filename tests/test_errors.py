@@ -429,6 +429,7 @@ def check_gone(run: Ended) -> None:
 
 
 @starts_programs
+@pytest.mark.programs
 def test_a_program_with_a_wrong_id(programs: dict[str, Ended]) -> None:
     run = programs["id"]
     assert run.status not in (0, -1), run.stderr
@@ -440,6 +441,7 @@ def test_a_program_with_a_wrong_id(programs: dict[str, Ended]) -> None:
 
 
 @starts_programs
+@pytest.mark.programs
 def test_a_program_of_which_a_rank_is_killed_under_torchrun(programs: dict[str, Ended]) -> None:
     run = programs["kill"]
     assert run.status not in (0, -1), run.stderr

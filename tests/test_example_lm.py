@@ -111,6 +111,7 @@ class TestTrain:
             parallax.shutdown()
             torch.sparse.check_sparse_tensor_invariants.enable()  # as in all tests; the program does not
 
+    @pytest.mark.programs
     def test_trains_on_two_workers(self, tmp_path: Path, text: Path) -> None:
         options = [*SMALL, f"--corpus={text}", "--steps=40", "--eval-every=20"]
         output = run(["-m", "parallax.cli", "run", "--nproc", "2", EXAMPLE / "train.py", *options], tmp_path)
@@ -121,6 +122,7 @@ class TestTrain:
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.programs
 def test_demo(tmp_path: Path, text: Path) -> None:
     options = [*SMALL, f"--corpus={text}", "--seconds=2", "--compare-steps=4"]
     output = run(["-m", "parallax.cli", "run", "--nproc", "2", EXAMPLE / "demo.py", *options], tmp_path)

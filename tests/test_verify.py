@@ -450,6 +450,7 @@ def _main(argv: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
     return cli.main(["verify", *argv])
 
 
+@pytest.mark.programs
 def test_the_language_model_from_the_command_line() -> None:
     command = [sys.executable, "-m", "parallax.cli", "verify", "examples/lm/verify.py:factory", "--steps=3"]
     done = subprocess.run(command, cwd=ROOT, env=ranks.environment(), text=True, capture_output=True)
@@ -469,6 +470,7 @@ def factory():
 """
 
 
+@pytest.mark.programs
 def test_a_worker_that_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
