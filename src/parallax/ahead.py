@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 
 from parallax.mesh import Column
+from parallax.partitioning import by_size
 
 MOST_CHANGED = 0.25
 """If more of what was sent before an update changes than this, or after it, an owner no longer sends it then."""
@@ -55,8 +56,7 @@ class Foreseen:
             self.rows = rows.new_empty(len(self.keys), rows.shape[1])
         starts = [a for a, _ in self.positions.spans]
         if len(at.tensor) == len(rows):
-            first = torch.tensor(starts).repeat_interleave(torch.tensor(num_rows)).to(rows.device)
-            which = at.tensor + first
+            which = at.tensor + by_size(starts, num_rows, rows.device)
         else:
             which = torch.cat(
                 [
@@ -86,10 +86,10 @@ class Ordered:
             positions: of the rows among those held here; of each rank its own.
         """
         self.positions = dataclasses.replace(positions, tensor=positions.tensor.long())
-        self._ends = torch.tensor([end for _, end in positions.spans], device=positions.tensor.device)
-        sizes = torch.tensor([end - start for start, end in positions.spans])
-        starts = torch.tensor([start for start, _ in positions.spans]).repeat_interleave(sizes)
-        self._at = (torch.arange(len(starts)) - starts).to(device=positions.tensor.device, dtype=torch.int32)
+        device = positions.tensor.device
+        self._ends = torch.tensor([end for _, end in positions.spans], device=device)
+        starts = self._by_rank([start for start, _ in positions.spans])
+        self._at = (torch.arange(len(starts), device=device) - starts).to(torch.int32)
         """Of each of `positions`, its number among those of its rank."""
         self._missing = torch.ones_like(self.positions.tensor, dtype=torch.bool)
         """What was not sent."""
@@ -100,6 +100,10 @@ class Ordered:
     def __len__(self) -> int:
         return len(self._missing)
 
+    def _by_rank(self, values: Sequence[int]) -> torch.Tensor:
+        """Of each of `positions`, the value for its rank."""
+        return by_size(values, [b - a for a, b in self.positions.spans], self.positions.tensor.device)
+
     def and_earlier(self, earlier: Ordered) -> Ordered:
         """What ranks have asked for in both of two rounds with the same weights, each in one of them: not all need be
         at their lookups at the same time, as when one evaluates alone."""
@@ -108,8 +112,7 @@ class Ordered:
         both = Ordered(Column.split(torch.cat(parts), list(map(len, parts))))
         for one in (earlier, self):
             moved = [new - old for (new, _), (old, _) in zip(both.positions.spans, one.positions.spans, strict=True)]
-            sizes = [end - start for start, end in one.positions.spans]
-            shift = torch.tensor(moved).repeat_interleave(torch.tensor(sizes)).to(one._missing.device)
+            shift = one._by_rank(moved)
             both._missing[torch.arange(len(one), device=shift.device) + shift] = one._missing
             for sent in one._sent:
                 both._sent.append(_Sent(sent.numbers + shift[sent.numbers], sent.rows, sent.version))

@@ -177,11 +177,12 @@ def _allreduce(profile: ParameterProfile, topology: Topology, c: Coefficients, w
     sent = allreduce_bytes(profile, n, wire_dtype)
     links = ([topology.between] if topology.machines > 1 else []) + ([topology.inside] if topology.workers > 1 else [])
     wire = max((links_.allreduce.seconds(sent) for links_ in links), default=0.0)
+    work = 2 * size / c.copy if n > 1 else 0.0
     if Use.DENSE in profile.use:
-        work = (2 * size / c.copy if n > 1 else 0.0) + size / c.update
+        work += size / c.update
     else:
         touched = _rows_touched(profile) * profile.row_bytes
-        work = (2 * size / c.copy if n > 1 else 0.0) + touched / c.merge + _update(profile, profile.num_rows, n, c)
+        work += touched / c.merge + _update(profile, profile.num_rows, n, c)
         if profile.sparse_gradient:  # it is made dense for the bucket, and sparse again for the optimizer
             work += size / c.fresh + touched / c.merge
             work += profile.alpha_of(n) * size * (1 / c.fresh + 1 / c.merge - 1 / c.copy)
