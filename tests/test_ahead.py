@@ -14,6 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import parallax
 from parallax import foresight
 from parallax import table as tables
+from parallax.ahead import Ordered
+from parallax.mesh import Column
 from parallax.table import Stack
 
 NUM_STEPS, BATCH, WORDS, CLASSES = 9, 6, 300, 200
@@ -128,6 +130,24 @@ def test_whatever_happens_between_steps(between: str) -> None:
             ranks.run(3, train, how, True, between), ranks.run(3, train, how, False, between), strict=True
         ):
             same(weights, expected)
+
+
+def test_what_ranks_ask_for_in_two_rounds_is_put_together() -> None:
+    held = torch.arange(10.0).view(5, 2)
+    earlier = Ordered(Column.split(torch.tensor([0, 2, 4]), [0, 3]))  # rank 1 asks first
+    earlier.bring(torch.tensor([1]), held, 0)
+    both = Ordered(Column.split(torch.tensor([3, 1]), [2, 0])).and_earlier(earlier)
+    assert both.positions.tensor.tolist() == [3, 1, 0, 2, 4]
+    assert both.missing().tolist() == [0, 1, 2, 4], "row 2 was sent"
+    free = both.not_leased([torch.tensor([0, 3])], len(held))
+    assert free.tolist() == [1, 4], "nor is it sent again"
+    brought = both.bring(free, held, 0)
+    assert (brought.rows.tensor.tolist(), brought.rows.spans) == ([[2, 3], [8, 9]], [(0, 1), (1, 2)])
+    assert brought.at is not None
+    assert brought.at.tensor.tolist() == [1, 2], "of what each rank has asked for"
+    held[2] += 1
+    assert both.find_changes(held, 1) == 1 / 3
+    assert both.missing().tolist() == [0, 2, 3]
 
 
 def bad_id_at_last(folder: str, bad: int) -> None:

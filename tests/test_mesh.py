@@ -441,6 +441,22 @@ def eps(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps if dtype.is_floating_point or dtype.is_complex else 0.0
 
 
+def ways_of_buckets() -> list[bool]:
+    """Whether buckets go over the mesh: of half of what it takes, and after they have been waited for."""
+    run = comm.Comm(torch.device("cpu"), timeout=20.0)
+    found = []
+    for _ in range(2):
+        under_way = [run.all_reduce(torch.ones(comm.DIRECT_BYTES // 8), server) for server in (None, 1, None, 1)]
+        found += [reduction.work is None for reduction in under_way]
+        assert all(bool((run.wait(reduction) == 2).all()) for reduction in under_way)
+    run.close()
+    return found
+
+
+def test_so_much_is_under_way_over_the_mesh_at_most() -> None:
+    assert ranks.run(2, ways_of_buckets) == [[True, True, False, False] * 2] * 2
+
+
 def reduce_around_rounds() -> list[Any]:
     """Buckets, some large enough for the process group, that are under way during rounds of large columns."""
     run = comm.Comm(torch.device("cpu"), timeout=20.0)
